@@ -1,0 +1,87 @@
+"""Write locks/: every wheel by hash, for the image's Python and platform; every Debian package by version.
+
+`locks/torch-<version>.txt` is a torch stack, shared by all engines on it. `locks/<engine>-<tag>.txt` is what
+an engine adds to its stack, and never touches it. `locks/tools.txt` is the installer.
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from scripts.pipeline import pins, say
+
+HEADER = "# Written by `nox -s lock` from pins.toml. Do not edit.\n"
+NAME = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)", re.MULTILINE)
+
+
+def packages(lock: Path) -> dict[str, str]:
+    """Name and version of each wheel in a lock.
+
+    Raises Stop where the lock is missing.
+    """
+    try:
+        return dict(NAME.findall(lock.read_text()))
+    except OSError:
+        raise say.Stop(f"{lock.name} is missing in locks/: run `nox -s lock`") from None
+
+
+def compile_lock(all_pins: pins.Pins, requirements: list[str], out: Path, on: Path | None = None,
+                 override: tuple[str, ...] = ()) -> None:
+    """Resolve `requirements` into `out`, on top of the lock `on` and without what it holds already.
+
+    What an engine asks for must agree with the stack, but for the packages named in `override`, where the
+    stack wins. The result replaces `out` only when it is whole. Raises Stop when there is no solution.
+    """
+    with tempfile.TemporaryDirectory() as tmp:
+        source, result = Path(tmp, "requirements.in"), Path(tmp, "lock.txt")
+        source.write_text("\n".join(requirements) + "\n")
+        command = [
+            *("uv", "pip", "compile", str(source), "--output-file", str(result), "--quiet", "--no-header"),
+            *("--generate-hashes", "--only-binary", ":all:", "--no-annotate", "--no-config"),
+            *("--python-version", all_pins.python, "--python-platform", all_pins.platform),
+        ]
+        if on is not None:
+            stack = packages(on)
+            for option, names in (("--constraint", set(stack) - set(override)), ("--override", set(override))):
+                file = Path(tmp, option.strip("-"))
+                file.write_text("".join(f"{name}=={stack[name]}\n" for name in sorted(names)))
+                command += [option, str(file)]
+            command += [arg for name in stack for arg in ("--no-emit-package", name)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise say.Stop(f"locks/{out.name} can't be resolved: {' '.join(done.stderr.split())[:600]}")
+        out.write_text(HEADER + result.read_text())
+    say.note(f"locks/{out.name}: {len(packages(out))} wheels")
+
+
+def job(argv: list[str]) -> None:
+    """Write all locks, or those that are named."""
+    parser = argparse.ArgumentParser(prog="nox -s lock --", description=__doc__.splitlines()[0])
+    parser.add_argument("only", nargs="*", help="names in locks/, e.g. vllm-0.32.0 (default: all)")
+    only = parser.parse_args(argv).only
+    all_pins = pins.load()
+    if shutil.which("uv") is None:
+        raise say.Stop("uv is not on the PATH: run this as `nox -s lock`, which installs it")
+    jobs = {"tools": lambda: compile_lock(all_pins, [all_pins.installer], pins.ROOT / "locks" / "tools.txt")}
+    for torch in {r.torch.version: r.torch for r in all_pins.releases}.values():
+        jobs[torch.lock.stem] = lambda t=torch: compile_lock(all_pins, list(t.requirements), t.lock)
+    for r in all_pins.releases:
+        jobs[r.lock.stem] = lambda r=r: compile_lock(
+            all_pins, [f"{r.package}=={r.version}"], r.lock, on=r.torch.lock, override=r.override
+        )
+    jobs["debian"] = lambda: base.lock(all_pins)
+    unknown = set(only) - set(jobs)
+    if unknown:
+        raise say.Stop(f"no such lock: {', '.join(sorted(unknown))}; there are {', '.join(jobs)}")
+    (pins.ROOT / "locks").mkdir(exist_ok=True)
+    for name, write in jobs.items():
+        if not only or name in only:
+            with say.timed(f"lock {name}"):
+                write()
+
+
+if __name__ == "__main__":
+    say.main(job)

@@ -1,0 +1,175 @@
+"""pins.toml as frozen dataclasses: each fact that goes into an image."""
+
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.pipeline.say import Stop
+
+ROOT = Path(__file__).resolve().parents[2]
+PINS = ROOT / "pins.toml"
+
+
+@dataclass(frozen=True)
+class Debian:
+    """The distribution that images are built from."""
+
+    suite: str
+    snapshot: str
+    image: str
+    packages: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Torch:
+    """A torch stack: torch, triton and the nvidia wheels of one CUDA line."""
+
+    version: str
+    cuda: str
+    requirements: tuple[str, ...]
+    nvcc: bool
+
+    @property
+    def lock(self) -> Path:
+        return ROOT / "locks" / f"torch-{self.version}.txt"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model on a hub. `revision` is a commit, or None with the reason in `unpinned`."""
+
+    repo: str
+    revision: str | None
+    unpinned: str = ""
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """An EAGLE-3 drafter and the number of draft tokens that it is served with."""
+
+    name: str
+    model: Model
+    architecture: str
+    draft_tokens: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """An engine at a version, in one variant: `cuda`, or `cpu` (the twin).
+
+    `override` names the packages where the torch stack wins over what `package` asks for.
+    """
+
+    engine: str
+    version: str
+    variant: str
+    package: str
+    override: tuple[str, ...]
+    torch: Torch
+    drafter: Drafter
+    default: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine} {self.version}" + ("" if self.variant == "cuda" else f" ({self.variant})")
+
+    @property
+    def tag(self) -> str:
+        """The tag of its image: the engine's version, `-cpu` for the twin."""
+        return self.version + ("" if self.variant == "cuda" else f"-{self.variant}")
+
+    @property
+    def lock(self) -> Path:
+        return ROOT / "locks" / f"{self.engine}-{self.tag}.txt"
+
+    @property
+    def series(self) -> Path:
+        return ROOT / "patches" / self.engine / self.version
+
+
+@dataclass(frozen=True)
+class Pins:
+    """All of pins.toml."""
+
+    image_name: str
+    source_date_epoch: int
+    disk_gb: int
+    debian: Debian
+    python: str
+    platform: str
+    installer: str
+    arch: str
+    target: Model
+    releases: tuple[Release, ...]
+
+    def release(self, engine: str, version: str | None = None, variant: str = "cuda") -> Release:
+        """The release of `engine` at `version` (default: the one that is marked).
+
+        Raises Stop, naming what there is.
+        """
+        of_engine = [r for r in self.releases if r.engine == engine and r.variant == variant]
+        for release in of_engine:
+            if release.version == version or (version is None and release.default):
+                return release
+        known = ", ".join(r.version for r in of_engine) or "none"
+        asked = f"{engine} {version or '(default)'}, variant {variant}"
+        raise Stop(f"pins.toml has no release {asked}; it has: {known} (patches/README.md tells how to add one)")
+
+    def image(self, release: Release) -> str:
+        """`NAME-ENGINE:TAG`, the reference of a release's image on this machine."""
+        return f"{self.image_name}-{release.engine}:{release.tag}"
+
+
+def _model(data: dict[str, Any], where: str) -> Model:
+    model = Model(data["repo"], data.get("revision"), data.get("unpinned", ""))
+    if model.revision is None and not model.unpinned:
+        raise Stop(f"{where} has neither a revision nor the reason why it is unpinned")
+    if model.revision is not None and not re.fullmatch(r"[0-9a-f]{40}", model.revision):
+        raise Stop(f"{where}: revision {model.revision!r} is not a full commit (40 hex digits)")
+    return model
+
+
+def _parse(data: dict[str, Any]) -> Pins:
+    torch = {v: Torch(v, t["cuda"], tuple(t["requirements"]), t["nvcc"]) for v, t in data["torch"].items()}
+    drafters = {
+        name: Drafter(name, _model(d, f"drafters.{name}"), d["architecture"], d["draft_tokens"])
+        for name, d in data["drafters"].items()
+    }
+    releases = []
+    for r in data["release"]:
+        common = (torch[r["torch"]], drafters[r["drafter"]], r.get("default", False))
+        releases.append(Release(r["engine"], r["version"], "cuda", r["engine"], (), *common))
+        if "cpu" in r:
+            releases.append(Release(r["engine"], r["version"], "cpu", r["cpu"]["package"], tuple(r["cpu"]["override"]), *common))
+    debian = data["debian"]
+    if not re.fullmatch(r"\S+@sha256:[0-9a-f]{64}", debian["image"]):
+        raise Stop(f"debian.image {debian['image']!r} is not pinned: write NAME:TAG@sha256:<64 hex digits>")
+    return Pins(
+        data["image"]["name"],
+        data["image"]["source_date_epoch"],
+        data["image"]["disk_gb"],
+        Debian(debian["suite"], debian["snapshot"], debian["image"], tuple(debian["packages"])),
+        data["python"]["version"],
+        data["python"]["platform"],
+        data["python"]["installer"],
+        data["gpu"]["arch"],
+        _model(data["target"], "target"),
+        tuple(releases),
+    )
+
+
+def load(path: Path = PINS) -> Pins:
+    """Read and check pins.toml.
+
+    Raises Stop with the file and the key that is missing or wrong.
+    """
+    try:
+        return _parse(tomllib.loads(path.read_text()))
+    except KeyError as key:
+        raise Stop(f"{path.name} lacks the key or the entry {key}") from None
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise Stop(f"{path}: {error}") from None
+    except Stop as stop:
+        raise Stop(f"{path.name}: {stop}") from None
