@@ -1,0 +1,430 @@
+"""The container engine: found by what works, then used to build and to run images.
+
+Docker (with buildx, or with BuildKit inside its client) and podman. Building goes through the command line, which
+knows contexts, builders and secrets; running goes through Docker's API, which podman speaks too.
+"""
+
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from scripts.pipeline.say import Stop, note
+
+if TYPE_CHECKING:
+    from docker import DockerClient
+
+FORCE = "KIMI_EAGLE3_CONTAINER_ENGINE"
+SETUP = "run `nox -s setup`"
+PROBE_S = 60.0  # deadline of one probing command, seconds: a remote daemon may be slow, a dead one must not hang us
+STOP_S = 20.0  # how long a build that was told to stop may take before it is killed, seconds
+# Only a builder with BuildKit's syntax and exporters gets through this. Nothing runs, nothing is fetched or kept.
+PROBE = "FROM scratch AS unused\nRUN --mount=type=secret,id=probe /probe\nFROM scratch\nENV PROBE=1\n"
+PROBE_PODMAN = "FROM scratch\nENV PROBE=1\n"  # buildah builds unused stages, too
+
+
+@dataclass(frozen=True)
+class ContainerEngine:
+    """A client whose engine answers and which can build."""
+
+    client: Path
+    kind: Literal["docker", "podman"]
+    builder: Literal["buildx", "buildkit", "buildah"]
+    version: str  # of the server
+    endpoint: str  # where the engine listens; empty: podman on this machine, which has no daemon
+    context: str  # docker's name for that endpoint
+    storage: Path | None  # where images are stored; None: not on this machine
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.version} ({self.client}, {self.builder})"
+
+
+class Unusable(Exception):
+    """Why a client is passed over, and the cure. `rank` orders reasons: the highest is nearest to working."""
+
+    def __init__(self, reason: str, cure: str, rank: int) -> None:
+        super().__init__(reason)
+        self.cure, self.rank = cure, rank
+
+
+def find() -> ContainerEngine:
+    """The first client on the PATH that works: all of docker's in the PATH's order, then all of podman's.
+
+    The environment variable KIMI_EAGLE3_CONTAINER_ENGINE forces one: a path to a client, or `docker` or `podman`.
+    Raises Stop where none works, with what to run.
+    """
+    forced = os.environ.get(FORCE, "")
+    clients = [Path(forced)] if "/" in forced else _on_path([forced] if forced else ["docker", "podman"])
+    if not clients:
+        raise Stop(f"no {forced or 'docker or podman'} client on the PATH: {SETUP}, which installs Docker")
+    passed: list[tuple[Path, Unusable]] = []
+    for client in clients:
+        try:
+            engine = _probe(client)
+        except Unusable as why:
+            passed.append((client, why))
+            continue
+        over = "; ".join(f"{c}: {why}" for c, why in passed)
+        note(f"container engine: {engine}" + (f"; passed over {over}" if over else ""))
+        return engine
+    nearest = max((why for _, why in passed), key=lambda why: why.rank)
+    reasons = "; ".join(f"{client} {why}" for client, why in passed)
+    raise Stop(f"no container engine that works: {reasons}: {nearest.cure}" + (f" ({FORCE} is set)" if forced else ""))
+
+
+def _on_path(names: Sequence[str]) -> list[Path]:
+    """Executables called `names`, each file once, in the order of names, then of the PATH."""
+    found: dict[Path, Path] = {}
+    for name in names:
+        for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
+            if client := shutil.which(name, path=folder or "."):
+                found.setdefault(Path(client).resolve(), Path(client))
+    return list(found.values())
+
+
+def _ask(command: Sequence[str | Path], stdin: str = "", **env: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of a short command. 127 where it can't be run, 124 past its deadline."""
+    try:
+        done = subprocess.run(
+            command,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PROBE_S,
+            env={**os.environ, **env},
+        )
+    except OSError as error:
+        return 127, "", f"can't be run: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        return 124, "", f"gave no answer in {PROBE_S:.0f} s"
+    return done.returncode, done.stdout.strip(), done.stderr.strip()
+
+
+def _probe(client: Path) -> ContainerEngine:
+    """The engine behind a client. Told by its answer: podman also goes by the name of docker. Raises Unusable."""
+    code, version, error = _ask([client, "--version"])
+    if code:
+        raise Unusable(f"doesn't work ({_last_line(error)})", SETUP, 0)
+    return _probe_podman(client) if "podman" in version.lower() else _probe_docker(client)
+
+
+def _probe_docker(client: Path) -> ContainerEngine:
+    _, text, _ = _ask([client, "context", "inspect", "--format", "{{.Name}} {{.Endpoints.docker.Host}}"])
+    context, _, endpoint = text.partition(" ")
+    local = endpoint.startswith("unix://") or not endpoint
+    _, text, error = _ask([client, "info", "--format", "{{json .}}"])
+    info = _json(text)
+    error = "; ".join(info.get("ServerErrors") or ()) or error
+    if not info.get("ServerVersion"):
+        if "permission denied" in error and local:
+            cure = "join the group docker (`sudo usermod -aG docker $USER`, then log in again) or use sudo"
+            raise Unusable(f"may not use the daemon's socket {endpoint} (permission denied)", cure, 3)
+        if not local:
+            cure = "check that host, and DOCKER_HOST or `docker context ls`"
+            raise Unusable(f"gets no answer from the daemon at {endpoint} ({_last_line(error)})", cure, 1)
+        raise Unusable(f"finds no daemon at {endpoint} (is it down?)", f"{SETUP}, which starts it", 1)
+    storage = _docker_storage(info) if local else None
+    build = ["build", "--output", "type=tar,dest=/dev/null", "-"]
+    version = str(info["ServerVersion"])
+    if _ask([client, "buildx", *build], PROBE, BUILDX_BUILDER=_buildx_builder(context))[0] == 0:
+        return ContainerEngine(client, "docker", "buildx", version, endpoint, context, storage)
+    if _ask([client, *build], PROBE, DOCKER_BUILDKIT="1")[0] == 0:
+        return ContainerEngine(client, "docker", "buildkit", version, endpoint, context, storage)
+    cure = f"install the package docker-buildx (docker-buildx-plugin in Docker's own packages), or {SETUP}"
+    raise Unusable("has no builder (neither buildx nor BuildKit)", cure, 2)
+
+
+def _probe_podman(client: Path) -> ContainerEngine:
+    code, text, error = _ask([client, "info", "--format", "json"])
+    info = _json(text)
+    if code or not info:
+        raise Unusable(f"doesn't work ({_last_line(error)})", f"see `{client} info`", 1)
+    remote = bool(info["host"].get("serviceIsRemote"))
+    with tempfile.TemporaryDirectory() as empty:
+        options = ["--quiet", "--no-cache", "--secret", "id=probe,src=/dev/null", "--file", "-"]
+        code, image, error = _ask([client, "build", *options, empty], PROBE_PODMAN)
+    if code:
+        raise Unusable(f"can't build ({_last_line(error)})", f"see `{client} info`; podman 4 or later is needed", 2)
+    _ask([client, "rmi", image])
+    endpoint = os.environ.get("CONTAINER_HOST", "podman's remote connection") if remote else ""
+    storage = None if remote else Path(info["store"]["graphRoot"])
+    return ContainerEngine(client, "podman", "buildah", info["version"]["Version"], endpoint, "", storage)
+
+
+def _docker_storage(info: Mapping[str, Any]) -> Path | None:
+    """The folder of images: Docker's own, or containerd's where Docker leaves images to it (Docker 29 does)."""
+    root = Path(info.get("DockerRootDir") or "/nonexistent")
+    address = str((info.get("Containerd") or {}).get("Address", ""))
+    snapshotter = ["driver-type", "io.containerd.snapshotter.v1"] in (info.get("DriverStatus") or [])
+    containerd = Path("/var/lib/containerd")
+    if snapshotter and "/docker/" not in address and containerd.exists():
+        return containerd
+    return root if root.exists() else None  # Docker Desktop: the folder is in its virtual machine
+
+
+def _buildx_builder(context: str) -> str:
+    """The builder inside the daemon, which has the name of the context, unless the user chose one.
+
+    A builder in a container of its own knows none of the daemon's images.
+    """
+    return os.environ.get("BUILDX_BUILDER") or context or "default"
+
+
+def _json(text: str) -> dict[str, Any]:
+    with suppress(json.JSONDecodeError):
+        data = json.loads(text)
+        return data if isinstance(data, dict) else {}
+    return {}
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it says nothing"
+
+
+def build(
+    engine: ContainerEngine,
+    *,
+    dockerfile: Path,
+    context: Path,
+    tag: str,
+    source_date_epoch: int,
+    target: str = "",
+    args: Mapping[str, str] | None = None,
+    secrets: Mapping[str, Path] | None = None,
+    labels: Mapping[str, str] | None = None,
+    network: Literal["default", "none"] = "default",
+    no_cache: bool = False,
+) -> str:
+    """Build `tag` and return its image id (`sha256:...`). The builder's output is shown as it comes, in plain lines.
+
+    `source_date_epoch` (seconds) is the build argument SOURCE_DATE_EPOCH and, with podman, the time of every file.
+    `secrets` are files by id, for `RUN --mount=type=secret,id=ID`.
+    The tag is set when the whole image is there: a failure or Ctrl-C leaves it as it was.
+    Raises Stop with the step that failed and its last line.
+    """
+    command = [str(engine.client), *(["buildx"] if engine.builder == "buildx" else []), "build"]
+    command += ["--file", str(dockerfile), "--tag", tag, *(["--target", target] if target else [])]
+    for key, value in {"SOURCE_DATE_EPOCH": str(source_date_epoch), **(args or {})}.items():
+        command += ["--build-arg", f"{key}={value}"]
+    for key, path in (secrets or {}).items():
+        if not path.is_file():
+            raise Stop(f"build of {tag}: the secret {key} is to be read from {path}, which is no file")
+        command += ["--secret", f"id={key},src={path.resolve()}"]
+    for key, value in (labels or {}).items():
+        command += ["--label", f"{key}={value}"]
+    command += ["--no-cache"] if no_cache else []
+    command += ["--network", "none"] if network == "none" else []
+    if engine.kind == "podman":
+        # Docker's format, because OCI's has no health check.
+        command += ["--timestamp", str(source_date_epoch), "--format", "docker"]
+        command += [] if engine.endpoint else [f"--ulimit={name}={n}:{n}" for name, n in _ulimits()]
+    else:
+        command += ["--progress", "plain", *(["--load"] if engine.builder == "buildx" else [])]
+    env = {**os.environ, "DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
+    if engine.builder == "buildx":
+        env["BUILDX_BUILDER"] = _buildx_builder(engine.context)
+    code, lines = _stream([*command, str(context)], env)
+    if code:
+        raise Stop(f"build of {tag} failed {failure(lines)}" + _cure(lines, engine))
+    return image_id(engine, tag)
+
+
+def _ulimits() -> list[tuple[str, int]]:
+    """The shell's hard limits. podman asks for its own higher ones, and may not raise them everywhere."""
+    limits = (("nofile", resource.RLIMIT_NOFILE), ("nproc", resource.RLIMIT_NPROC))
+    hard = [(name, resource.getrlimit(which)[1]) for name, which in limits]
+    return [(name, n) for name, n in hard if n != resource.RLIM_INFINITY]
+
+
+def _stream(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, list[str]]:
+    """Run a command, show its lines as they come, and return its exit code and lines. Doesn't outlive us on Ctrl-C."""
+    try:
+        child = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+    except OSError as error:
+        raise Stop(f"{command[0]} can't be run: {error.strerror}") from None
+    lines: list[str] = []
+    try:
+        assert child.stdout is not None
+        for line in child.stdout:
+            lines.append(line.rstrip())
+            print(f"    {lines[-1]}", flush=True)
+        return child.wait(), lines
+    except BaseException:
+        child.terminate()
+        try:
+            child.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        raise
+
+
+_NOISE = re.compile(r"^(-+|sha256:\S+|CACHED|DONE .*|STEP .*|\[\S+\] STEP .*|)$")
+
+
+def failure(lines: Sequence[str]) -> str:
+    """`at STEP: LAST LINE`, read from a builder's plain output (BuildKit's or buildah's)."""
+    titles: dict[str, str] = {}
+    last: dict[str, str] = {}
+    podman_step, said = "", ""
+    for line in lines:
+        if buildkit := re.match(r"#(\d+) (.*)", line):
+            number, text = buildkit.groups()
+            if text.startswith("ERROR"):
+                title = titles.get(number, "a step")
+                return f"at `{title[:120]}`: {last.get(number) or text.removeprefix('ERROR: ')}"[:600]
+            titles.setdefault(number, text)
+            if (output := re.match(r"\d+\.\d+ (.*\S)", text)) and not _NOISE.match(output[1].strip()):
+                last[number] = output[1].strip()
+        elif step := re.match(r"(\[\S+\] )?STEP \d+/\d+: .*", line):
+            podman_step, said = step[0], ""
+        elif podman_step and line.startswith("Error: "):
+            return f"at `{podman_step[:120]}`: {said or line.removeprefix('Error: ')}"[:600]
+        elif not _NOISE.match(line.strip()) and not line.startswith("time="):
+            said = line.strip()
+    return f"before its first step: {said or 'the builder says nothing'}"[:600]
+
+
+def _cure(lines: Sequence[str], engine: ContainerEngine) -> str:
+    if any("no space left on device" in line.lower() for line in lines):
+        return f": the disk is full: `{engine.kind} system prune` frees what no image uses"
+    return "; the lines above say more"
+
+
+def image_id(engine: ContainerEngine, ref: str) -> str:
+    """The id (`sha256:...`) of an image. Raises Stop where there's none."""
+    found = str(_inspect(engine, ref)["Id"])
+    return found if found.startswith("sha256:") else f"sha256:{found}"
+
+
+def labels(engine: ContainerEngine, ref: str) -> dict[str, str]:
+    """The labels of an image. Raises Stop where there's no such image."""
+    return dict(_inspect(engine, ref)["Config"].get("Labels") or {})
+
+
+def _inspect(engine: ContainerEngine, ref: str) -> dict[str, Any]:
+    code, text, error = _ask([engine.client, "image", "inspect", "--format", "{{json .}}", ref])
+    if code or not (data := _json(text)):
+        raise Stop(f"{engine.kind} has no image {ref}: build it first ({_last_line(error)})")
+    return data
+
+
+def disk_free(engine: ContainerEngine) -> int | None:
+    """Free bytes where images are stored, or None where the engine's disk isn't this machine's."""
+    return shutil.disk_usage(engine.storage).free if engine.storage else None
+
+
+def require_disk(engine: ContainerEngine, gb: float) -> None:
+    """Raises Stop where less than `gb` (10^9 bytes) are free for images. An unknown disk passes, and that is said."""
+    free = disk_free(engine)
+    if free is None:
+        note(f"the images of {engine} are on another machine: not checked that {gb:g} GB are free there")
+    elif free < gb * 1e9:
+        cure = f"free some (`{engine.kind} system prune`, and `{engine.kind} image ls` shows what is big)"
+        raise Stop(f"{engine.storage} has {free / 1e9:.1f} GB free and the build needs {gb:g} GB: {cure}")
+
+
+@contextmanager
+def client(engine: ContainerEngine, timeout: int = 600) -> Iterator["DockerClient"]:
+    """The same engine through Docker's API, for the time of a `with` block. `timeout` in seconds, of each request.
+
+    podman's API is served on a socket of our own meanwhile. Raises Stop where the API isn't reached.
+    """
+    from docker import DockerClient
+    from docker.context import Context
+    from docker.errors import DockerException
+
+    if engine.endpoint and "://" not in engine.endpoint:
+        raise Stop(f"{engine} is on another machine: set CONTAINER_HOST to the address of its socket")
+    with tempfile.TemporaryDirectory(prefix="podman-") as folder:
+        service: subprocess.Popen[bytes] | None = None
+        options: dict[str, Any] = {"base_url": engine.endpoint or "unix:///var/run/docker.sock"}
+        try:
+            if engine.kind == "podman" and not engine.endpoint:
+                options["base_url"] = f"unix://{folder}/api.sock"
+                service = subprocess.Popen(
+                    [engine.client, "system", "service", "--time=0", options["base_url"]],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                )  # fmt: skip
+                _await_socket(Path(folder, "api.sock"), service)
+            elif engine.endpoint.startswith("ssh://"):
+                options["use_ssh_client"] = True
+            elif engine.endpoint.startswith("tcp://") and "DOCKER_HOST" in os.environ:
+                options = {}  # the environment has the certificates, too
+            elif engine.context not in ("", "default") and (found := Context.load_context(engine.context)):
+                options["tls"] = found.TLSConfig
+            try:
+                api = DockerClient(timeout=timeout, **options) if options else DockerClient.from_env(timeout=timeout)
+            except DockerException as error:
+                raise Stop(f"{engine} doesn't answer at {engine.endpoint}: {_last_line(str(error))}") from None
+            try:
+                yield api
+            finally:
+                api.close()
+        finally:
+            if service:
+                service.terminate()
+                service.wait()
+
+
+def _await_socket(socket: Path, service: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + STOP_S
+    while not socket.exists():
+        if service.poll() is not None or time.monotonic() > deadline:
+            raise Stop(f"podman's API doesn't come up: try `podman system service --time=5 unix://{socket}`")
+        time.sleep(0.05)
+
+
+def run(
+    engine: ContainerEngine, ref: str, args: Sequence[str] = (), *, timeout: float = 600.0, **options: Any
+) -> tuple[int, str]:
+    """Run a container to its end: its exit code and its output (standard output and errors together).
+
+    `options` are those of the Docker SDK's `containers.create` (environment, volumes, network_mode, entrypoint, ...).
+    The container is always removed, also after an exception or Ctrl-C.
+    Raises Stop where it can't be started or doesn't end within `timeout` seconds.
+    """
+    from docker.errors import APIError, DockerException, NotFound
+    from docker.types import Ulimit
+    from requests.exceptions import ConnectionError, ReadTimeout, RequestException
+
+    name = f"kimi-eagle3-{uuid.uuid4().hex[:12]}"
+    if engine.kind == "podman" and not engine.endpoint:
+        options.setdefault("ulimits", [Ulimit(name=limit, soft=n, hard=n) for limit, n in _ulimits()])
+    with client(engine) as api:
+        try:
+            container = api.containers.create(ref, list(args), name=name, **options)
+            container.start()
+            try:
+                code = int(container.wait(timeout=timeout)["StatusCode"])
+            except (ReadTimeout, ConnectionError):
+                last = _last_line(container.logs(tail=1).decode(errors="replace"))
+                raise Stop(f"{ref} {' '.join(args)} didn't end within {timeout:g} s; its last line: {last}") from None
+            return code, container.logs().decode(errors="replace")
+        except APIError as error:
+            raise Stop(f"{ref} {' '.join(args)} can't be run: {_last_line(str(error.explanation or error))}") from None
+        except (DockerException, RequestException) as error:
+            raise Stop(f"{ref} {' '.join(args)} can't be run: {_last_line(str(error))}") from None
+        finally:
+            with suppress(NotFound, RequestException):  # by name: Ctrl-C may come before we have the answer to `create`
+                api.containers.get(name).remove(force=True, v=True)
