@@ -1,0 +1,181 @@
+"""What the series of vLLM 0.32.0 changes, shown with the engine's own code and no GPU.
+
+Needs KIMI_EAGLE3_VENV_0_32_0: the Python interpreter of an environment that holds the pristine release. The
+engine runs in a process of its own, from a tree of symbolic links; the environment is never written to.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+SERIES = REPO / "patches/vllm/0.32.0"
+INTERPRETER = os.environ.get("KIMI_EAGLE3_VENV_0_32_0", "")
+SM_120 = 101_376  # bytes of shared memory a block may opt in to: the limit that issues 46721 and 53748 report
+SM_90 = 232_448
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not INTERPRETER, reason="KIMI_EAGLE3_VENV_0_32_0 names no interpreter with vllm 0.32.0"),
+]
+
+# Runs under the engine's interpreter: argv[1] is a JSON list of cases, and a JSON list of answers goes to stdout.
+# The launcher is the engine's own; a recorder stands where it would start its kernels, and what it would have
+# started is compiled for sm_120, where the compiler states the shared memory that it needs.
+KERNELS = '''
+import json, sys
+from types import SimpleNamespace
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaDriver
+from triton.compiler import ASTSource
+CudaDriver.is_active = staticmethod(lambda: True)  # or vllm switches Triton off
+from vllm.v1.attention.backends.mla import triton_mla
+from vllm.v1.attention.ops import triton_decode_attention as ops
+
+TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+         torch.float8_e4m3fn: "fp8e4nv"}
+CACHES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+class Recorder:
+    def __init__(self, kernel):
+        self.kernel = kernel
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs):
+            self.grid, self.args, self.kwargs = grid, args, kwargs
+        return launch
+
+def source(kernel, args, kwargs):
+    """What Triton makes of a launch: types, constants, and what is divisible by 16."""
+    signature, constants, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        value = args[i] if i < len(args) else kwargs[name]
+        if i >= len(args) or (isinstance(value, int) and value == 1):
+            signature[name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name], attributes[(i,)] = "*" + TYPES[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[name] = "i32" if value < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    return ASTSource(kernel, signature, constants, attributes)
+
+def decode(case):
+    """TritonMLAImpl.forward_mqa for Kimi-K2.5's latent: 512 + 64 wide, case["heads"] heads on this rank."""
+    ops.current_platform = SimpleNamespace(is_cuda=lambda: True)
+    ops.get_max_shared_memory_bytes = lambda index: case["limit"]
+    stage1 = ops._fwd_grouped_kernel_stage1 = Recorder(ops._fwd_grouped_kernel_stage1)
+    stage2 = ops._fwd_kernel_stage2 = Recorder(ops._fwd_kernel_stage2)
+    try:
+        impl = object.__new__(triton_mla.TritonMLAImpl)
+        impl.kv_lora_rank, impl.scale, impl.dcp_world_size, impl._sm_count = 512, 0.1, 1, 188
+        seq_lens = torch.tensor([100, 7], dtype=torch.int32)
+        impl.forward_mqa(
+            torch.zeros(2 * case["query_len"], case["heads"], 576, dtype=torch.bfloat16),
+            torch.zeros(16, case["page"], 576, dtype=CACHES[case["cache"]]),
+            SimpleNamespace(max_seq_len=case["max_seq_len"], causal=True, decode=SimpleNamespace(
+                block_table=torch.arange(32, dtype=torch.int32).view(2, 16), seq_lens=seq_lens)),
+            SimpleNamespace(_k_scale=torch.ones(())),
+        )
+    finally:
+        ops._fwd_grouped_kernel_stage1, ops._fwd_kernel_stage2 = stage1.kernel, stage2.kernel
+    shared = []
+    for record in (stage1, stage2):
+        options = {key: record.kwargs.pop(key) for key in ("num_warps", "num_stages")}
+        if record is stage1:
+            stages = options["num_stages"]
+        else:
+            record.kwargs.setdefault("OUTPUT_FP16", 0)
+        compiled = triton.compile(source(record.kernel, record.args, record.kwargs), GPUTarget("cuda", 120, 32), options)
+        shared.append(compiled.metadata.shared)
+    block_table, row_lens = stage1.args[4:6]
+    return {"stages": stages, "shared": max(shared), "rows": stage1.grid[0], "row_lens": row_lens.tolist(),
+            "first_blocks": block_table[:, 0].tolist()}
+
+print(json.dumps([decode(case) for case in json.loads(sys.argv[1])]))
+'''
+
+
+def run(code: str, argument: object, packages: Path | None) -> Any:
+    """Run code under the engine's interpreter, with `packages` before its own; its last line of stdout is JSON."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    if packages:
+        env["PYTHONPATH"] = str(packages)
+    done = subprocess.run([INTERPRETER, "-c", code, json.dumps(argument)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the release's vllm package after the series: links, and real files where a patch touches one."""
+    find = "import json, sysconfig; print(json.dumps(sysconfig.get_path('platlib')))"
+    pristine, root = Path(run(find, None, None)), tmp_path_factory.mktemp("patched")
+    no_bytecode = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(pristine / "vllm", root / "vllm", copy_function=os.symlink, ignore=no_bytecode)
+    for line in (SERIES / "tree").read_text().splitlines():
+        path = line.split()[0]
+        if not line.startswith("#") and (pristine / path).exists():
+            (root / path).unlink()
+            shutil.copyfile(pristine / path, root / path)
+    subprocess.run([sys.executable, REPO / "scripts/in_image/apply_series.py", SERIES, root], check=True)
+    return root
+
+
+def case(cache: str, limit: int = SM_120, query_len: int = 4, heads: int = 8, page: int = 16,
+         max_seq_len: int = 4096) -> dict[str, object]:
+    """A decode of two sequences, `query_len` = K + 1 rows each; 8 heads are Kimi-K2.5's 64 over 8 GPUs."""
+    return {"cache": cache, "limit": limit, "query_len": query_len, "heads": heads, "page": page, "max_seq_len": max_seq_len}
+
+
+CASES = {
+    "fp8": case("fp8"),
+    "fp8, one token": case("fp8", query_len=1),
+    "fp8, K = 7": case("fp8", query_len=8),
+    "fp8, 64 heads": case("fp8", query_len=1, heads=64),
+    "fp8, pages of 64, 262144 tokens": case("fp8", page=64, max_seq_len=262_144),
+    "bf16": case("bf16"),
+    "bf16, 64 heads": case("bf16", query_len=1, heads=64),
+    "fp8 on sm_90": case("fp8", limit=SM_90),
+}
+
+
+@pytest.fixture(scope="module")
+def before() -> dict[str, Any]:
+    return dict(zip(CASES, run(KERNELS, list(CASES.values()), None), strict=True))
+
+
+@pytest.fixture(scope="module")
+def after(patched: Path) -> dict[str, Any]:
+    return dict(zip(CASES, run(KERNELS, list(CASES.values()), patched), strict=True))
+
+
+def test_pristine_decode_with_fp8_cache_needs_more_shared_memory_than_sm_120_has(before: dict[str, Any]) -> None:
+    fp8 = {name: answer["shared"] for name, answer in before.items() if name.startswith("fp8")}
+    assert set(fp8.values()) == {102_400}, fp8
+
+
+def test_patched_decode_with_fp8_cache_fits_sm_120(after: dict[str, Any]) -> None:
+    fp8 = {name: answer["shared"] for name, answer in after.items() if name.startswith("fp8") and "sm_90" not in name}
+    assert set(fp8.values()) == {83_968}, fp8
+
+
+@pytest.mark.parametrize("name", ["bf16", "bf16, 64 heads", "fp8 on sm_90"])
+def test_launch_is_unchanged_where_two_stages_fit(before: dict[str, Any], after: dict[str, Any], name: str) -> None:
+    assert after[name] == before[name]
+    assert after[name]["stages"] == 2
+
+
+def test_verify_pass_gets_one_row_for_each_query_token(after: dict[str, Any]) -> None:
+    for name in ("fp8", "bf16"):
+        assert after[name]["rows"] == 8
+        assert after[name]["row_lens"] == [97, 98, 99, 100, 4, 5, 6, 7]
+        assert after[name]["first_blocks"] == [0, 0, 0, 0, 16, 16, 16, 16]
