@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, Unpack
 
 from scripts.pipeline.say import Stop, note
 
@@ -182,8 +182,10 @@ def _buildx_builder(context: str) -> str:
 
 
 def _json(text: str) -> dict[str, Any]:
+    """The object that a client printed, or the first of its list; empty where it printed something else."""
     with suppress(json.JSONDecodeError):
         data = json.loads(text)
+        data = data[0] if isinstance(data, list) and data else data
         return data if isinstance(data, dict) else {}
     return {}
 
@@ -193,52 +195,64 @@ def _last_line(text: str) -> str:
     return lines[-1][:300] if lines else "it says nothing"
 
 
-def build(
-    engine: ContainerEngine,
-    *,
-    dockerfile: Path,
-    context: Path,
-    tag: str,
-    source_date_epoch: int,
-    target: str = "",
-    args: Mapping[str, str] | None = None,
-    secrets: Mapping[str, Path] | None = None,
-    labels: Mapping[str, str] | None = None,
-    network: Literal["default", "none"] = "default",
-    no_cache: bool = False,
-) -> str:
-    """Build `tag` and return its image id (`sha256:...`). The builder's output is shown as it comes, in plain lines.
+class What(TypedDict):
+    """What to build. `args` must have SOURCE_DATE_EPOCH (seconds), with podman also the time of every file."""
 
-    `source_date_epoch` (seconds) is the build argument SOURCE_DATE_EPOCH and, with podman, the time of every file.
-    `secrets` are files by id, for `RUN --mount=type=secret,id=ID`.
+    dockerfile: Path
+    context: Path
+    tag: str
+    args: Mapping[str, str]
+    target: NotRequired[str]  # a stage; the last one where absent
+    secrets: NotRequired[Mapping[str, Path]]  # files by id, for `RUN --mount=type=secret,id=ID`
+    labels: NotRequired[Mapping[str, str]]
+    network: NotRequired[str]  # `default` or `none`, for every RUN
+    no_cache: NotRequired[bool]
+
+
+def build(engine: ContainerEngine, **what: Unpack[What]) -> str:
+    """Build an image and return its id (`sha256:...`). The builder's output is shown as it comes, in plain lines.
+
     The tag is set when the whole image is there: a failure or Ctrl-C leaves it as it was.
     Raises Stop with the step that failed and its last line.
     """
-    command = [str(engine.client), *(["buildx"] if engine.builder == "buildx" else []), "build"]
-    command += ["--file", str(dockerfile), "--tag", tag, *(["--target", target] if target else [])]
-    for key, value in {"SOURCE_DATE_EPOCH": str(source_date_epoch), **(args or {})}.items():
-        command += ["--build-arg", f"{key}={value}"]
-    for key, path in (secrets or {}).items():
-        if not path.is_file():
-            raise Stop(f"build of {tag}: the secret {key} is to be read from {path}, which is no file")
-        command += ["--secret", f"id={key},src={path.resolve()}"]
-    for key, value in (labels or {}).items():
-        command += ["--label", f"{key}={value}"]
-    command += ["--no-cache"] if no_cache else []
-    command += ["--network", "none"] if network == "none" else []
-    if engine.kind == "podman":
-        # Docker's format, because OCI's has no health check.
-        command += ["--timestamp", str(source_date_epoch), "--format", "docker"]
-        command += [] if engine.endpoint else [f"--ulimit={name}={n}:{n}" for name, n in _ulimits()]
-    else:
-        command += ["--progress", "plain", *(["--load"] if engine.builder == "buildx" else [])]
+    tag = what["tag"]
     env = {**os.environ, "DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
     if engine.builder == "buildx":
         env["BUILDX_BUILDER"] = _buildx_builder(engine.context)
-    code, lines = _stream([*command, str(context)], env)
+    code, lines = _stream(build_command(engine, **what), env)
     if code:
         raise Stop(f"build of {tag} failed {failure(lines)}" + _cure(lines, engine))
-    return image_id(engine, tag)
+    if built := image_id(engine, tag):
+        return built
+    raise Stop(f"{engine} says that it built {tag} and has no such image: `{engine.kind} image ls` shows what it has")
+
+
+def build_command(engine: ContainerEngine, **what: Unpack[What]) -> list[str]:
+    """The command line of a build. Raises Stop where a secret is not a file or SOURCE_DATE_EPOCH is missing."""
+    tag, args = what["tag"], what["args"]
+    epoch = args.get("SOURCE_DATE_EPOCH", "")
+    if not epoch.isdecimal():
+        raise Stop(f"build of {tag}: the build argument SOURCE_DATE_EPOCH is {epoch!r}: give a number of seconds")
+    command = [str(engine.client), *(["buildx"] if engine.builder == "buildx" else []), "build"]
+    command += ["--file", str(what["dockerfile"]), "--tag", tag]
+    command += ["--target", what["target"]] if what.get("target") else []
+    for key, value in args.items():
+        command += ["--build-arg", f"{key}={value}"]
+    for key, path in what.get("secrets", {}).items():
+        if not path.is_file():
+            raise Stop(f"build of {tag}: the secret {key} is to be read from {path}, which is no file")
+        command += ["--secret", f"id={key},src={path.resolve()}"]
+    for key, value in what.get("labels", {}).items():
+        command += ["--label", f"{key}={value}"]
+    command += ["--no-cache"] if what.get("no_cache") else []
+    command += ["--network", "none"] if what.get("network") == "none" else []
+    if engine.kind == "podman":
+        # Docker's format, because OCI's has no health check.
+        command += ["--timestamp", epoch, "--format", "docker"]
+        command += [] if engine.endpoint else [f"--ulimit={name}={n}:{n}" for name, n in _ulimits()]
+    else:
+        command += ["--progress", "plain", *(["--load"] if engine.builder == "buildx" else [])]
+    return [*command, str(what["context"])]
 
 
 def _ulimits() -> list[tuple[str, int]]:
@@ -311,22 +325,25 @@ def _cure(lines: Sequence[str], engine: ContainerEngine) -> str:
     return "; the lines above say more"
 
 
-def image_id(engine: ContainerEngine, ref: str) -> str:
-    """The id (`sha256:...`) of an image. Raises Stop where there's none."""
-    found = str(_inspect(engine, ref)["Id"])
-    return found if found.startswith("sha256:") else f"sha256:{found}"
+def image_id(engine: ContainerEngine, ref: str) -> str | None:
+    """The id (`sha256:...`) of an image, or None where there's no such image."""
+    found = str(_inspect(engine, ref).get("Id", ""))
+    return f"sha256:{found.removeprefix('sha256:')}" if found else None
 
 
 def labels(engine: ContainerEngine, ref: str) -> dict[str, str]:
     """The labels of an image. Raises Stop where there's no such image."""
-    return dict(_inspect(engine, ref)["Config"].get("Labels") or {})
+    if not (image := _inspect(engine, ref)):
+        raise Stop(f"{engine} has no image {ref}: build it first")
+    return dict(image["Config"].get("Labels") or {})
 
 
 def _inspect(engine: ContainerEngine, ref: str) -> dict[str, Any]:
-    code, text, error = _ask([engine.client, "image", "inspect", "--format", "{{json .}}", ref])
-    if code or not (data := _json(text)):
-        raise Stop(f"{engine.kind} has no image {ref}: build it first ({_last_line(error)})")
-    return data
+    """An image in the engine's words; empty where there's no such image. Raises Stop where there's no answer."""
+    code, text, error = _ask([engine.client, "image", "inspect", ref])
+    if code and not any(absent in error.lower() for absent in ("no such image", "not known", "no such object")):
+        raise Stop(f"{engine} can't look at the image {ref}: {_last_line(error)}")
+    return _json(text)
 
 
 def disk_free(engine: ContainerEngine) -> int | None:
