@@ -256,10 +256,18 @@ def build_command(engine: ContainerEngine, **what: Unpack[What]) -> list[str]:
 
 
 def _ulimits() -> list[tuple[str, int]]:
-    """The shell's hard limits. podman asks for its own higher ones, and may not raise them everywhere."""
-    limits = (("nofile", resource.RLIMIT_NOFILE), ("nproc", resource.RLIMIT_NPROC))
-    hard = [(name, resource.getrlimit(which)[1]) for name, which in limits]
-    return [(name, n) for name, n in hard if n != resource.RLIM_INFINITY]
+    """Limits that podman may set here: it asks for higher ones than the shell's, and can't raise them everywhere.
+
+    It lowers its own number of processes to the kernel's pid_max before it starts a container.
+    """
+    limits = {
+        "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+        "nproc": resource.getrlimit(resource.RLIMIT_NPROC)[1],
+    }
+    pid_max = int(Path("/proc/sys/kernel/pid_max").read_text())
+    if not 0 < limits["nproc"] < pid_max:
+        limits["nproc"] = pid_max
+    return [(name, n) for name, n in limits.items() if n != resource.RLIM_INFINITY]
 
 
 def _stream(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, list[str]]:
@@ -293,7 +301,12 @@ def _stream(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, list[s
         raise
 
 
-_NOISE = re.compile(r"^(-+|sha256:\S+|CACHED|DONE .*|STEP .*|\[\S+\] STEP .*|)$")
+_NOISE = re.compile(r"^(-+|sha256:\S+|: exit status.*|time=.*|)$")
+_WRAPPING = re.compile(
+    r"^(error: |failed to build: |failed to solve( with frontend \S+)?: |rpc error: code = \w+ desc = "
+    r"|failed to create LLB definition: )+",
+    re.IGNORECASE,
+)
 
 
 def failure(lines: Sequence[str]) -> str:
@@ -306,17 +319,17 @@ def failure(lines: Sequence[str]) -> str:
             number, text = buildkit.groups()
             if text.startswith("ERROR"):
                 title = titles.get(number, "a step")
-                return f"at `{title[:120]}`: {last.get(number) or text.removeprefix('ERROR: ')}"[:600]
+                return f"at `{title[:120]}`: {last.get(number) or _WRAPPING.sub('', text)}"[:600]
             titles.setdefault(number, text)
             if (output := re.match(r"\d+\.\d+ (.*\S)", text)) and not _NOISE.match(output[1].strip()):
                 last[number] = output[1].strip()
         elif step := re.match(r"(\[\S+\] )?STEP \d+/\d+: .*", line):
             podman_step, said = step[0], ""
         elif podman_step and line.startswith("Error: "):
-            return f"at `{podman_step[:120]}`: {said or line.removeprefix('Error: ')}"[:600]
-        elif not _NOISE.match(line.strip()) and not line.startswith("time="):
+            return f"at `{podman_step[:120]}`: {said or _WRAPPING.sub('', line)}"[:600]
+        elif not _NOISE.match(line.strip()):
             said = line.strip()
-    return f"before its first step: {said or 'the builder says nothing'}"[:600]
+    return f"before its first step: {_WRAPPING.sub('', said) or 'the builder says nothing'}"[:600]
 
 
 def _cure(lines: Sequence[str], engine: ContainerEngine) -> str:
