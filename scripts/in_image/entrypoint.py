@@ -44,7 +44,12 @@ Kimi-K2.5 with an EAGLE-3 drafter, on {engine} {version}.
 
 Models and compiled kernels are kept in /cache: mount it, or they are read and compiled anew each time.
 """
-TOOLS = ("about", "contract", "coverage", "health")
+TOOLS: dict[str, tuple[str, ...]] = {  # each with its first arguments; {root} is the folder of release.json
+    "about": (),
+    "contract": ("--release", "{root}/release.json", "--series", "{root}/series"),
+    "coverage": ("--release", "{root}/release.json"),
+    "health": (),
+}
 SHORT = {"-tp": "tensor-parallel-size", "-sc": "speculative-config"}
 SPECULATION = {"speculative-config", "spec-method", "spec-model", "spec-tokens"}
 SECRET = {"api-key", "hf-token"}
@@ -120,7 +125,8 @@ def parse(arguments: Iterable[str]) -> Asked:
 def configured(arguments: tuple[str, ...]) -> set[str]:
     """Flags set in the YAML file of the engine's `--config FILE`: its keys at the outermost level.
 
-    The engine puts that file below the command line, so defaults must make way for it. Raises Refused if it's unreadable.
+    The engine puts that file below the command line, so defaults must make way for it.
+    Raises Refused where it can't be read.
     """
     if "--config" not in arguments[:-1]:
         return set()
@@ -133,7 +139,7 @@ def configured(arguments: tuple[str, ...]) -> set[str]:
 
 
 def model(text: str | None, pinned: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Repository or folder, and revision, of REPO_OR_FOLDER[@REVISION]; the pinned revision goes with its repository."""
+    """Repository or folder, and revision, of REPO_OR_FOLDER[@REVISION]. The pinned repository keeps its revision."""
     text = text or pinned["repo"]
     repo, _, revision = (text, "", "") if Path(text).exists() else text.partition("@")
     return repo, revision or (pinned["revision"] if repo == pinned["repo"] else None)
@@ -144,9 +150,26 @@ def spelled(name: str, value: object) -> list[str]:
     return [] if value is False else [f"--{name}"] if value is True else [f"--{name}", str(value)]
 
 
+def speculation(release: Mapping[str, Any], asked: Asked, target: str) -> tuple[dict[str, Any], list[str]]:
+    """The engine's speculative config for the drafter, and what to warn of, one line each."""
+    pinned, tokens = release["drafter"], asked.draft_tokens or release["drafter"]["draft_tokens"]
+    repo, revision = model(asked.drafter, pinned)
+    config = {"method": "eagle3", "model": repo, "num_speculative_tokens": tokens}
+    warnings = []
+    if revision:
+        config["revision"] = revision
+    elif repo == pinned["repo"]:
+        warnings.append(f"the drafter {repo} is UNPINNED: {pinned['unpinned']}. --drafter {repo}@COMMIT pins it")
+    if target != release["target"]["repo"] and not asked.drafter:
+        name = target or "the model of --config"
+        warnings.append(f"the drafter {repo} is for {release['target']['repo']}: if {name} is another model, hardly a"
+                        " draft is accepted and nothing fails; see --drafter and --no-speculation")
+    return config, warnings
+
+
 def plan(release: Mapping[str, Any], asked: Asked, env: Mapping[str, str]) -> Plan:
     """The engine's command line for what was asked. Raises Refused where two options contradict each other."""
-    serve, drafter = release["serve"], release["drafter"]
+    serve = release["serve"]
     given = {name for name in map(flag, asked.rest) if name} | configured(asked.rest)
     defaults: dict[str, object] = {} if "no-defaults" in asked.switches else dict(sorted(serve["flags"].items()))
     defaults |= {"host": "0.0.0.0", "port": serve["port"]}
@@ -155,28 +178,22 @@ def plan(release: Mapping[str, Any], asked: Asked, env: Mapping[str, str]) -> Pl
     rest = tuple(argument for argument in asked.rest if flag(argument) not in undone)
 
     target, revision = model(asked.target, release["target"])
-    models, warnings = [target], []
-    if "model" in given:
+    models: list[str] = [target]
+    warnings: list[str] = []
+    if "model" in given and asked.target is None:
         target, models = "", []
     elif revision:
         defaults["revision"] = revision
 
-    own_drafter = asked.drafter is not None or asked.draft_tokens is not None
     without = "no-speculation" in asked.switches
-    if own_drafter and (without or given & SPECULATION):
+    if (asked.drafter or asked.draft_tokens) and (without or given & SPECULATION):
         other = "--no-speculation" if without else "--speculative-config"
         raise Refused(f"--drafter and --draft-tokens contradict {other}: give one or the other")
     if not without and not given & SPECULATION:
-        repo, drafter_revision = model(asked.drafter, drafter)
-        config = {"method": "eagle3", "model": repo, "num_speculative_tokens": asked.draft_tokens or drafter["draft_tokens"]}
-        defaults["speculative-config"] = json.dumps(config | ({"revision": drafter_revision} if drafter_revision else {}))
-        models.append(repo)
-        if repo == drafter["repo"] and not drafter_revision:
-            warnings.append(f"the drafter {repo} is UNPINNED: {drafter['unpinned']}. --drafter {repo}@COMMIT pins it")
-        if target != release["target"]["repo"] and not asked.drafter:
-            name = target or "the model of --config"
-            warnings.append(f"the drafter {repo} is for {release['target']['repo']}: if {name} is another model, hardly"
-                            " a draft is accepted and nothing fails; see --drafter and --no-speculation")
+        config, cautions = speculation(release, asked, target)
+        defaults["speculative-config"] = json.dumps(config)
+        models.append(config["model"])
+        warnings += cautions
 
     kept = {name: value for name, value in defaults.items() if not {name, f"no-{name}"} & given}
     flags = [argument for name, value in kept.items() for argument in spelled(name, value)]
@@ -241,16 +258,16 @@ def preflight(release: Mapping[str, Any], asked: Asked, planned: Plan, env: Mapp
     caches += [] if env.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ["HF_HOME"]
     for name in caches:
         if env.get(name) and unwritable(Path(env[name])):
-            raise Refused(f"{name}={env[name]} can't be written by uid {os.getuid()}: give that folder to it (chown), or"
-                          " run with --user of the folder's owner")
+            raise Refused(f"{name}={env[name]} can't be written by uid {os.getuid()}: chown that folder to it, or run with"
+                          " --user and the folder's owner")
     hub = Path(env.get("HF_HOME") or "/cache/huggingface", "hub")
     target = release["target"]
     if target["repo"] in planned.models and not (hub / f"models--{target['repo'].replace('/', '--')}").exists():
         there = next(path for path in (hub, *hub.parents) if path.exists())
         free = shutil.disk_usage(there).free / 1e9
         if free < target["size_gb"]:
-            warnings.append(f"{target['repo']} takes {target['size_gb']} GB, and {there} has {free:.0f} GB free: mount a"
-                            " larger volume at /cache")
+            warnings.append(f"{target['repo']} takes {target['size_gb']} GB, and {there} has {free:.0f} GB free: mount"
+                            " a larger volume at /cache")
     return warnings
 
 
@@ -267,7 +284,8 @@ def main(arguments: list[str], root: Path) -> None:
     """Run as a command. `root` holds release.json and the folder in_image."""
     first = arguments[0] if arguments else "serve"
     if first in TOOLS:
-        start([sys.executable, str(root / "in_image" / f"{first}.py"), *arguments[1:]], {})
+        preset = [argument.format(root=root) for argument in TOOLS[first]]
+        start([sys.executable, str(root / "in_image" / f"{first}.py"), *preset, *arguments[1:]], {})
     if first != "serve" and first != "help" and not first.startswith("-"):
         start(arguments, {})
     try:

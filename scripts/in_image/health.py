@@ -1,7 +1,8 @@
 """Ask the server in this container whether it is healthy: the image's HEALTHCHECK.
 
 `python3 health.py [--proc FOLDER]`. The port and the scheme come from the arguments of the container's first process,
-as the user may have changed them; without any, from release.json. Exit status: 0 or 1, with one line on standard output.
+as the user may have changed them; without any, from release.json.
+Exit status: 0 or 1, with one line on standard output.
 """
 
 import argparse
@@ -18,7 +19,7 @@ SECONDS = 8  # below the time that the Dockerfile gives the check
 def option(arguments: list[str], name: str) -> str | None:
     """The last value of `--name VALUE` or `--name=VALUE`, with underscores or dashes; None if it isn't given."""
     value = None
-    for this, following in zip(arguments, [*arguments[1:], ""]):
+    for this, following in zip(arguments, [*arguments[1:], ""], strict=True):
         flag, equals, inline = this.partition("=")
         if flag.startswith("--") and flag[2:].replace("_", "-") == name:
             value = inline if equals else following
@@ -50,7 +51,7 @@ def ask(url: str) -> tuple[bool, str]:
 def main() -> int:
     """Run as a command."""
     parser = argparse.ArgumentParser(description="Ask the server in this container whether it is healthy.")
-    parser.add_argument("--proc", type=Path, default=Path("/proc/1"), help="the server's process (default: %(default)s)")
+    parser.add_argument("--proc", type=Path, default=Path("/proc/1"), help="the server's process; default: %(default)s")
     proc = parser.parse_args().proc
     try:
         arguments = (proc / "cmdline").read_text().split("\0")
