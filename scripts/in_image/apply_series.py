@@ -102,8 +102,8 @@ def parse_hunk(lines: list[bytes], at: int, name: str) -> tuple[Hunk, int]:
             old_left, new_left = old_left - (mark != b"+"), new_left - (mark != b"-")
             body.append((at + 1, mark, text))
         else:
-            raise Refused(f"{name}:{at + 1}: the hunk of line {number} breaks off at {show(line or None)}: its counts or "
-                          f"lines were edited by hand (a blank context line begins with a space); {REMAKE}")
+            raise Refused(f"{name}:{at + 1}: the hunk of line {number} breaks off at {show(line or None)}: it was "
+                          f"edited by hand (a blank context line begins with a space, @@ counts lines); {REMAKE}")
         if old_left < 0 or new_left < 0:
             raise Refused(f"{name}:{at + 1}: the hunk of line {number} has more lines than its @@ counts: {REMAKE}")
         at += 1
@@ -123,7 +123,7 @@ def parse_path(line: bytes, prefix: str, where: str) -> str:
 def parse_patch(name: str, data: bytes) -> Patch:
     """Read a patch: a DEP-3 header, then unified diffs. Raises Refused with the line."""
     lines = split(data)
-    begins = [line[:4] == b"--- " and after[:4] == b"+++ " for line, after in zip(lines, lines[1:] + [b""], strict=True)]
+    begins = [a[:4] == b"--- " and b[:4] == b"+++ " for a, b in zip(lines, [*lines[1:], b""], strict=False)]
     at = next((i for i, line in enumerate(lines) if begins[i] or line.startswith(b"diff --git ")), len(lines))
     header = b"".join(lines[:at]).decode(errors="replace")
     description = re.search(r"^Description:[ \t]*(\S.*?)\s*$", header, re.MULTILINE)
@@ -216,8 +216,8 @@ def change_lines(old: list[bytes], change: Change, name: str) -> list[bytes]:
         has_new = any(mark != b"-" for _, mark, _ in hunk.lines)
         start = hunk.old_start - has_old
         if not at <= start <= len(old):
-            raise Refused(f"{name}:{hunk.number}: the hunk for {change.path} begins at line {hunk.old_start}, which is in "
-                          f"the hunk before it or past the end ({len(old)} lines): {REMAKE}")
+            raise Refused(f"{name}:{hunk.number}: the hunk for {change.path} begins at line {hunk.old_start}, in the "
+                          f"hunk before it or past the end ({len(old)} lines): {REMAKE}")
         out += old[at:start]
         if len(out) + has_new != hunk.new_start:
             raise Refused(f"{name}:{hunk.number}: the hunk for {change.path} says +{hunk.new_start}, and lands at "
