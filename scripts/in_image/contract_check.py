@@ -1,0 +1,128 @@
+"""What a check of the contract is, and the checks that are the same for each engine: version, tree, compiler."""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class Unmet(Exception):
+    """The engine doesn't satisfy a check. The message is one line: what is wrong, and where."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a check may look at: the release that the image says it is, its series, and a folder to write in."""
+
+    release: dict[str, Any]
+    series: Path
+    work: Path
+
+
+@dataclass(frozen=True)
+class Check:
+    """A named check. `run` returns one line on what it saw, or raises Unmet; `cure` says what to do then."""
+
+    name: str
+    run: Callable[[Context], str]
+    cure: str
+
+
+def require(condition: object, problem: str) -> None:
+    """Raise Unmet with `problem` unless `condition` holds."""
+    if not condition:
+        raise Unmet(problem)
+
+
+def installed(distribution: str) -> str:
+    """The installed version of `distribution`, without a local part (`0.16.0`, not `0.16.0+cu128`)."""
+    try:
+        return importlib.metadata.version(distribution).split("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        raise Unmet(f"{distribution} is not installed") from None
+
+
+def package_root(package: str) -> Path:
+    """The folder that holds the importable `package`, found without importing it."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise Unmet(f"no package {package} can be imported")
+    return Path(spec.origin).parent.parent
+
+
+def version(context: Context) -> str:
+    """The installed engine is the pinned one."""
+    pinned = context.release["version"]
+    distribution = context.release.get("package") or context.release["engine"]
+    found = installed(distribution)
+    require(found == pinned, f"{distribution} {found} is installed, {pinned} is pinned")
+    return f"{distribution} {found}"
+
+
+def tree(context: Context) -> str:
+    """Each file that the series touches is, byte for byte, what the series left behind."""
+    path = context.series / "tree"
+    require(path.is_file(), f"{path} is missing")
+    lines = [line.split() for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    bad = [len(fields) for fields in lines if len(fields) != 3]
+    require(not bad, f"{path}: a line has {bad[:1]} fields instead of 3 (PATH BEFORE AFTER)")
+    root = package_root(context.release["engine"])
+    for name, _, after in lines:
+        file = root / name
+        if after == "-":
+            require(not file.exists(), f"{name} is there, the series removes it")
+            continue
+        require(file.is_file(), f"{name} is missing")
+        require(hashlib.sha256(file.read_bytes()).hexdigest() == after, f"{name} is not what the series makes of it")
+    return f"{len(lines)} files as the series leaves them" if lines else "the series touches no file"
+
+
+_C = '#include <Python.h>\nstatic struct PyModuleDef def = {PyModuleDef_HEAD_INIT, "probe", 0, -1, 0};\n'
+_C += "PyMODINIT_FUNC PyInit_probe(void) { return PyModule_Create(&def); }\n"
+_CU = "__global__ void probe(int *x) { *x = 1; }\nint main() { int *p = 0; cudaMalloc(&p, 4); probe<<<1, 1>>>(p); }\n"
+
+
+def _compile(command: list[str], work: Path) -> None:
+    try:
+        done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=120)
+    except FileNotFoundError:
+        raise Unmet(f"{command[0]} is not there") from None
+    said = (done.stderr + done.stdout).strip().splitlines() or ["no message"]
+    error = next((line for line in said if "error" in line.lower()), said[-1])
+    require(done.returncode == 0, f"{command[0]} fails: {error.strip()}")
+
+
+def compiler(context: Context) -> str:
+    """What kernels that are built at run time need: a C compiler with Python.h; nvcc where the release has one."""
+    work = context.work / "compiler"
+    work.mkdir()
+    (work / "probe.c").write_text(_C)
+    cc = os.environ.get("CC", "gcc")
+    include = sysconfig.get_path("include")
+    _compile([cc, "-shared", "-fPIC", f"-I{include}", "probe.c", "-o", "probe.so"], work)
+    spec = importlib.util.spec_from_file_location("probe", work / "probe.so")
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    if not context.release.get("nvcc"):
+        return "C with Python.h"
+    home = os.environ.get("CUDA_HOME")
+    if not home:
+        raise Unmet("CUDA_HOME is not set, and the release has nvcc")
+    (work / "probe.cu").write_text(_CU)
+    _compile([f"{home}/bin/nvcc", "-arch=sm_120", "probe.cu", "-lcudart", "-o", "probe"], work)
+    return "C with Python.h; nvcc for sm_120"
+
+
+FIRST = (
+    Check("version", version, "build the image again from pins.toml; nothing may be installed over the engine"),
+    Check("tree", tree, "apply the series to the pristine wheel again, or write `tree` again after a change of a patch"),
+)
+LAST = (
+    Check("compiler", compiler, "put gcc, libc6-dev and Python's headers (and nvcc of the stack, CUDA_HOME) in the image"),
+)

@@ -1,0 +1,264 @@
+"""vLLM's real model code on a CPU, from any wheel: configuration, models and loader, with tiny checkpoints.
+
+What is real: the configuration classes, the model registry, the loader, the models' own code in float32 (multi-head
+latent attention, mixture of experts, rotary embedding, norms) and the proposer. What stands in: the platform (the
+engine's own CPU platform, so that a CUDA wheel works without a GPU), and two kernels, computed with torch: attention
+(plain, causal, over one sequence) and, where the release has a compiled one, the product with the chosen experts.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property, lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import tiny_models
+
+MAX_LEN = 128
+DRAFT_TOKENS = 3
+
+
+def _platform() -> Any:
+    """The engine's CPU platform, which only picks attention backends that each wheel can build without a GPU."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    class BenchPlatform(CpuPlatform):
+        @classmethod
+        def get_attn_backend_cls(cls, *args: Any, **named: Any) -> str:
+            if any(getattr(value, "use_mla", False) for value in (*args, *named.values())):
+                return "vllm.v1.attention.backends.mla.triton_mla.TritonMLABackend"
+            return "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
+
+    return BenchPlatform()
+
+
+def _causal(q: Any, k: Any, v: Any, scale: float) -> Any:
+    """Causal attention of one sequence. q, k: [tokens, heads, dim], v: [tokens, heads, dim_v] -> [tokens, heads * dim_v]."""
+    import torch
+
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    ahead = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(ahead, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v).reshape(q.shape[0], -1)
+
+
+def _latent_forward(self: Any, q: Any, kv_c_normed: Any, k_pe: Any, *_: Any, **__: Any) -> Any:
+    """MLAAttention.forward without a KV cache: expand the latent with the layer's own kv_b_proj, then attend."""
+    import torch
+
+    heads, nope, v_dim = self.num_heads, self.qk_nope_head_dim, self.v_head_dim
+    k_nope, v = self.kv_b_proj(kv_c_normed)[0].view(-1, heads, nope + v_dim).split([nope, v_dim], dim=-1)
+    k = torch.cat([k_nope, k_pe.expand(-1, heads, -1)], dim=-1)
+    return _causal(q, k, v, self.impl.scale)
+
+
+def _plain_forward(self: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+    """Attention.forward without a KV cache."""
+    q = query.view(query.shape[0], self.num_heads, -1)
+    k, v = (x.view(x.shape[0], self.num_kv_heads, -1) for x in (key, value))
+    groups = self.num_heads // self.num_kv_heads
+    return _causal(q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), self.impl.scale)
+
+
+def _experts(out: Any, x: Any, w13: Any, w2: Any, _b13: Any, _b2: Any, weights: Any, ids: Any, *_: Any, **__: Any) -> None:
+    """The expert kernel: out += weight * down(silu(gate(x)) * up(x)) for each chosen expert.
+
+    x, out: [tokens, hidden]; w13: [experts, 2 * inner, hidden]; w2: [experts, hidden, inner]; weights, ids: [tokens, k].
+    """
+    import torch
+
+    gate, up = torch.einsum("th,tkih->tki", x, w13[ids]).chunk(2, dim=-1)
+    each = torch.einsum("tki,tkhi->tkh", torch.nn.functional.silu(gate) * up, w2[ids])
+    out.copy_((each * weights[..., None].to(each.dtype)).sum(1))
+
+
+def _stand_in_for_kernels() -> None:
+    """Put the torch versions where the engine calls a kernel that a CUDA wheel doesn't have for a CPU."""
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    MLAAttention.forward = _latent_forward
+    Attention.forward = _plain_forward
+    try:
+        experts = import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe")
+    except ModuleNotFoundError:
+        return  # this release computes them with torch by itself
+    experts.cpu_prepack_moe_weight = lambda weight, isa: weight
+    experts.cpu_fused_moe = _experts
+
+
+class Bench:
+    """One engine process with a world of one, a real wrapper target around a real tiny language model, and drafters."""
+
+    def __init__(self, work: Path) -> None:
+        import vllm.platforms
+
+        vllm.platforms._current_platform = _platform()
+        import torch
+        from vllm.model_executor.models import registry
+
+        torch.set_num_threads(1)
+        registry._run_in_subprocess = lambda inspect: inspect()  # else each class costs another import of vllm
+        self.work = work / "models"
+        self.device = torch.device("cpu")
+        self.target = tiny_models.write_target(self.work / "target")
+
+    def model_config(self, folder: Path) -> Any:
+        """A real ModelConfig of a target."""
+        from vllm.config import ModelConfig
+
+        return ModelConfig(
+            model=str(folder),
+            tokenizer=str(folder),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=MAX_LEN,
+            enforce_eager=True,
+            limit_mm_per_prompt={"vision_chunk": 0},
+        )
+
+    def speculative_config(self, drafter: Path, target: Any) -> Any:
+        """A real SpeculativeConfig of an EAGLE-3 drafter. Raises what the engine raises when it refuses."""
+        from vllm.config import ParallelConfig, SpeculativeConfig
+
+        return SpeculativeConfig(
+            method="eagle3",
+            model=str(drafter),
+            num_speculative_tokens=DRAFT_TOKENS,
+            target_model_config=target,
+            target_parallel_config=ParallelConfig(),
+            enforce_eager=True,
+        )
+
+    def vllm_config(self, drafter: Path | None = None) -> Any:
+        """A real VllmConfig of the tiny Kimi target with `drafter`.
+
+        Where the engine's allow-list refuses the pair (a check of its own), the configuration is made with a Llama
+        target and given the Kimi target afterwards, so that the other checks can still look at their own matter.
+        """
+        from vllm.config import CompilationConfig, DeviceConfig, LoadConfig, SchedulerConfig, VllmConfig
+
+        target = self.model_config(self.target)
+        speculative = None
+        if drafter:
+            try:
+                speculative = self.speculative_config(drafter, target)
+            except ValueError:
+                speculative = self.speculative_config(drafter, self.model_config(self.llama_target))
+        config = VllmConfig(
+            model_config=target,
+            speculative_config=speculative,
+            device_config=DeviceConfig(device="cpu"),
+            load_config=LoadConfig(load_format="safetensors", use_tqdm_on_load=False),
+            compilation_config=CompilationConfig(mode=0, custom_ops=["none"]),
+            scheduler_config=SchedulerConfig(
+                max_model_len=MAX_LEN,
+                max_num_batched_tokens=MAX_LEN,
+                max_num_seqs=4,
+                is_encoder_decoder=False,
+                async_scheduling=False,
+            ),
+        )
+        if speculative:
+            config.speculative_config.target_model_config = target
+        return config
+
+    @cached_property
+    def llama_target(self) -> Path:
+        return tiny_models.write_llama_target(self.work / "llama-target")
+
+    def drafter(self, kind: str) -> Path:
+        """The checkpoint of a drafter: `llama`, `mla`, or `kimi_k2` (a Llama drafter of that model type)."""
+        folder = self.work / f"{kind}-drafter"
+        if folder.exists():
+            return folder
+        if kind == "mla":
+            return tiny_models.write_mla_drafter(folder)
+        return tiny_models.write_llama_drafter(folder, model_type=kind)
+
+    @cached_property
+    def config(self) -> Any:
+        """The VllmConfig of the target, in a world of one process; over a file, so that no port is needed."""
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+
+        _stand_in_for_kernels()
+        config = self.vllm_config()
+        with set_current_vllm_config(config):
+            init_distributed_environment(1, 0, f"file://{self.work}/world", 0, "gloo")
+            ensure_model_parallel_initialized(1, 1)
+        return config
+
+    @cached_property
+    def wrapper(self) -> Any:
+        """The KimiK25ForConditionalGeneration that the engine's own loader makes of the tiny checkpoint."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader import get_model
+
+        with set_current_vllm_config(self.config):
+            return get_model(vllm_config=self.config)
+
+    def proposer(self, kind: str) -> Any:
+        """The engine's real EagleProposer for a drafter, before it loads anything."""
+        from vllm.config import set_current_vllm_config
+        from vllm.v1.spec_decode.eagle import EagleProposer
+
+        self.wrapper  # noqa: B018  (the world and the target come first)
+        config = self.vllm_config(self.drafter(kind))
+        with set_current_vllm_config(config):
+            return EagleProposer(config, self.device)
+
+    def load(self, proposer: Any) -> Any:
+        """Let `proposer` load its drafter beside the wrapper target, by its own `load_model`. Returns the drafter."""
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(proposer.vllm_config):
+            proposer.load_model(self.wrapper)
+        return proposer.model
+
+    @contextmanager
+    def any_placeholder(self) -> Iterator[None]:
+        """Let the target's config answer to each name of the placeholder token, which is a check of its own."""
+        config = self.wrapper.config
+        known = hasattr(config, "image_token_index")
+        if not known:
+            config.image_token_index = tiny_models.MEDIA_TOKEN
+        try:
+            yield
+        finally:
+            if not known:
+                del config.image_token_index
+
+    @lru_cache(maxsize=None)  # noqa: B019  (there is one bench in a process)
+    def loaded(self, kind: str) -> Any:
+        """A proposer with its drafter loaded beside the wrapper target."""
+        proposer = self.proposer(kind)
+        with self.any_placeholder():
+            self.load(proposer)
+        return proposer
+
+    def run(self, config: Any, model: Any, **inputs: Any) -> Any:
+        """Call `model` with `inputs` as the runner does, without a KV cache."""
+        import torch
+        from vllm.config import set_current_vllm_config
+        from vllm.forward_context import set_forward_context
+
+        with torch.inference_mode(), set_current_vllm_config(config), set_forward_context(None, config):
+            return model(**inputs)
+
+    @cached_property
+    def reference(self) -> Any:
+        """transformers' own DeepseekV3ForCausalLM with the weights of the target's language model."""
+        import torch
+        from transformers import DeepseekV3ForCausalLM
+
+        folder = tiny_models.write_reference(self.work / "reference")
+        model = DeepseekV3ForCausalLM.from_pretrained(str(folder), attn_implementation="eager", dtype=torch.float32)
+        return model.eval()
+
+
+def prompt(length: int) -> Any:
+    """`length` token ids, [length], none of them special."""
+    import torch
+
+    return 3 + (torch.arange(length) * 37 + length) % (tiny_models.MEDIA_TOKEN - 3)
