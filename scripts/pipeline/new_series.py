@@ -74,7 +74,7 @@ def place(hunk: diffs.Hunk, lines: list[bytes], shift: int) -> tuple[str, int, s
     if len(forward) == 1:
         return "moved", forward[0], f"from line {hunk.start + 1} to {forward[0] + 1}"
     if not hunk.old:
-        return "conflict", 0, "it has no context, so its place can't be known: make the patch with three lines of context"
+        return "conflict", 0, "it has no context, so its place is unknown: make the patch with three lines of it"
     if forward:
         return "conflict", 0, f"fits at several lines: {', '.join(str(f + 1) for f in forward)}"
     return "conflict", 0, f"its lines aren't there (expected at line {hunk.start + shift + 1} of {len(lines)})"
@@ -122,7 +122,7 @@ def try_change(change: diffs.Change, content: bytes | None) -> tuple[set[str], d
 
 
 def move(patches: Mapping[str, bytes], read: Callable[[str], bytes | None], version: str) -> Moved:
-    """Try patches in order on the sources that `read` gives; one that doesn't fit is left out for those after it.
+    """Try patches in order on the sources that `read` gives; later ones see what fits, not what is left out.
 
     Raises Stop where a patch can't be read.
     """
@@ -208,9 +208,9 @@ def write_folder(folder: Path, files: Mapping[str, bytes], wheel: wheels.Wheel) 
 
 def report(moved: Moved) -> None:
     """Say what became of each patch."""
-    text = {"exact": "applies exactly", "moved": "applies moved", "upstream": "already upstream", "conflict": "CONFLICT"}
+    text = {"exact": "applies exactly", "moved": "applies moved", "upstream": "is upstream already"}
     for verdict in moved.verdicts:
-        say.note(f"{verdict.name}: {text[verdict.kind]}")
+        say.note(f"{verdict.name}: {text.get(verdict.kind, 'CONFLICT')}")
         for reason in verdict.reasons:
             print("        " + reason.rstrip().replace("\n", "\n        "))
 
@@ -277,7 +277,7 @@ def add(release: pins.Release, name: str, edited: Path, all_pins: pins.Pins) -> 
         change = diffs.compare(inner, now.after.get(inner, wheel.read(inner)), path.read_bytes())
         changes += [change] if change else []
     if not changes:
-        raise Stop(f"{edited}: no file in it differs from {release.name} with its series: use paths as in site-packages")
+        raise Stop(f"{edited}: nothing in it differs from {release.name} with its series: use paths of site-packages")
     text = HEADER.format(today=date.today().isoformat()).encode() + b"".join(diffs.render(c) for c in changes)
     listing = re.sub(rb"\n*\Z", b"\n", files["series"]) + name.encode() + b"\n"
     refresh(release, all_pins, {name: text, "series": listing})
@@ -302,7 +302,7 @@ def job(argv: list[str]) -> None:
     try:
         release = all_pins.release(args.engine, args.version)
     except Stop as stop:
-        raise Stop(f"{stop}: its entry and `nox -s lock` come first, since the hash of its wheel is in the lock") from None
+        raise Stop(f"{stop}: its entry and `nox -s lock` come first: the hash of its wheel is in the lock") from None
     if args.old:
         port(release, args.old, all_pins)
     elif args.add:

@@ -46,7 +46,7 @@ def lint_header(data: bytes, version: str) -> list[str]:
             errors.append(f"Applied-Upstream {upstream!r} is neither `no` nor a version: name the release that has it")
         else:
             if stale:
-                errors.append(f"stale: it is in upstream's {upstream}, and this series is for {version}: delete the patch")
+                errors.append(f"stale: upstream has it since {upstream}, and this series is for {version}: delete the patch")
     return errors
 
 
