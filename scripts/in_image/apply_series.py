@@ -102,8 +102,10 @@ def parse_hunk(lines: list[bytes], at: int, name: str) -> tuple[Hunk, int]:
             old_left, new_left = old_left - (mark != b"+"), new_left - (mark != b"-")
             body.append((at + 1, mark, text))
         else:
-            raise Refused(f"{name}:{at + 1}: the hunk of line {number} breaks off at {show(line or None)}: it was "
-                          f"edited by hand (a blank context line begins with a space, @@ counts lines); {REMAKE}")
+            raise Refused(
+                f"{name}:{at + 1}: the hunk of line {number} breaks off at {show(line or None)}: it was "
+                f"edited by hand (a blank context line begins with a space, @@ counts lines); {REMAKE}"
+            )
         if old_left < 0 or new_left < 0:
             raise Refused(f"{name}:{at + 1}: the hunk of line {number} has more lines than its @@ counts: {REMAKE}")
         at += 1
@@ -115,9 +117,9 @@ def parse_hunk(lines: list[bytes], at: int, name: str) -> tuple[Hunk, int]:
 def parse_path(line: bytes, prefix: str, where: str) -> str:
     """The path in a `--- a/PATH` or `+++ b/PATH` line; a time after a tab is dropped. Raises Refused."""
     path = line[4:].decode(errors="replace").removesuffix("\n").split("\t")[0]
-    if not path.startswith(prefix) or not PATH.fullmatch(path[len(prefix):]):
+    if not path.startswith(prefix) or not PATH.fullmatch(path[len(prefix) :]):
         raise Refused(f"{where}: path {path!r}: write {prefix}PATH with PATH inside site-packages")
-    return path[len(prefix):]
+    return path[len(prefix) :]
 
 
 def parse_patch(name: str, data: bytes) -> Patch:
@@ -151,8 +153,10 @@ def parse_patch(name: str, data: bytes) -> Patch:
                 raise Refused(f"{where}: no hunk for {path}: {REMAKE}")
             changes.append(Change(path, new, tuple(hunks)))
         else:
-            raise Refused(f"{where}: {show(line)} is no part of a text diff (deletions, renames, modes and binary "
-                          "files aren't supported; a line after a hunk means that its @@ counts are wrong)")
+            raise Refused(
+                f"{where}: {show(line)} is no part of a text diff (deletions, renames, modes and binary "
+                "files aren't supported; a line after a hunk means that its @@ counts are wrong)"
+            )
     if not changes:
         raise Refused(f"{name}: holds no diff: add one, or drop the patch from `series`")
     return Patch(name, sha256(data), description[1], tuple(changes))
@@ -216,19 +220,25 @@ def change_lines(old: list[bytes], change: Change, name: str) -> list[bytes]:
         has_new = any(mark != b"-" for _, mark, _ in hunk.lines)
         start = hunk.old_start - has_old
         if not at <= start <= len(old):
-            raise Refused(f"{name}:{hunk.number}: the hunk for {change.path} begins at line {hunk.old_start}, in the "
-                          f"hunk before it or past the end ({len(old)} lines): {REMAKE}")
+            raise Refused(
+                f"{name}:{hunk.number}: the hunk for {change.path} begins at line {hunk.old_start}, in the "
+                f"hunk before it or past the end ({len(old)} lines): {REMAKE}"
+            )
         out += old[at:start]
         if len(out) + has_new != hunk.new_start:
-            raise Refused(f"{name}:{hunk.number}: the hunk for {change.path} says +{hunk.new_start}, and lands at "
-                          f"+{len(out) + has_new}: its @@ was edited by hand; {REMAKE}")
+            raise Refused(
+                f"{name}:{hunk.number}: the hunk for {change.path} says +{hunk.new_start}, and lands at "
+                f"+{len(out) + has_new}: its @@ was edited by hand; {REMAKE}"
+            )
         at = start
         for number, mark, text in hunk.lines:
             if mark != b"+":
                 found = old[at] if at < len(old) else None
                 if found != text:
-                    raise Refused(f"{name}:{number}: expects {show(text)} at {change.path}:{at + 1} and finds "
-                                  f"{show(found)}: the patch was made for other sources; {REMAKE}")
+                    raise Refused(
+                        f"{name}:{number}: expects {show(text)} at {change.path}:{at + 1} and finds "
+                        f"{show(found)}: the patch was made for other sources; {REMAKE}"
+                    )
                 at += 1
             if mark != b"-":
                 out.append(text)
@@ -260,23 +270,30 @@ def compute(series: Series, root: Path) -> dict[str, bytes]:
         if hashes[path] != expected:
             have = {"-": "is missing"}.get(hashes[path], f"has sha256 {hashes[path][:12]}")
             want = {"-": "there to be none"}.get(expected, expected[:12])
-            hint = "it is patched already while other files aren't: install the engine again" if path in applied else \
-                "these are other sources: install the pinned release, or move the series with `nox -s new-series`"
+            hint = (
+                "it is patched already while other files aren't: install the engine again"
+                if path in applied
+                else "these are other sources: install the pinned release, or move the series with `nox -s new-series`"
+            )
             raise Refused(f"{root / path}: {have}, and `tree` wants {want} before the series: {hint}")
     now = dict(before)
     for patch in series.patches:
         for change in patch.changes:
             content = now[change.path]
             if change.new != (content is None):
-                raise Refused(f"{patch.name}: {change.path} {'is there already' if change.new else 'is missing'}: "
-                              f"the patch was made for other sources; {REMAKE}")
+                raise Refused(
+                    f"{patch.name}: {change.path} {'is there already' if change.new else 'is missing'}: "
+                    f"the patch was made for other sources; {REMAKE}"
+                )
             now[change.path] = b"".join(change_lines(split(content or b""), change, patch.name))
     results = {path: data for path, data in now.items() if data is not None}
     for path, data in results.items():
         expected = series.tree[path][1]
         if sha256(data) != expected:
-            raise Refused(f"{path}: has sha256 {sha256(data)[:12]} after the series, and `tree` says {expected[:12]}: "
-                          f"if a patch was edited on purpose, {REFRESH}")
+            raise Refused(
+                f"{path}: has sha256 {sha256(data)[:12]} after the series, and `tree` says {expected[:12]}: "
+                f"if a patch was edited on purpose, {REFRESH}"
+            )
         if path.endswith(".py"):
             try:
                 with warnings.catch_warnings(action="ignore"):
@@ -293,8 +310,10 @@ def bytecode(source: Path) -> Path:
     own = source.parent / "__pycache__" / f"{source.stem}.{sys.implementation.cache_tag}.pyc"
     for other in own.parent.glob(f"{source.stem}.*.pyc"):
         if other != own and other.is_file() and other.read_bytes()[4:8] == UNCHECKED:
-            raise Refused(f"{other}: is never compared with its source and would hide the patch: delete it, or run "
-                          "this with the Python that it is for")
+            raise Refused(
+                f"{other}: is never compared with its source and would hide the patch: delete it, or run "
+                "this with the Python that it is for"
+            )
     return own
 
 
@@ -326,8 +345,13 @@ def write(files: dict[Path, bytes]) -> None:
                 cache = bytecode(target)
                 staged_cache = beside(cache, "new")
                 with warnings.catch_warnings(action="ignore"):
-                    py_compile.compile(str(staged), cfile=str(staged_cache), dfile=str(target), doraise=True,
-                                       invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
+                    py_compile.compile(
+                        str(staged),
+                        cfile=str(staged_cache),
+                        dfile=str(target),
+                        doraise=True,
+                        invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH,
+                    )
                 compiled.append((staged_cache, cache))
         for staged, target in compiled + sources:
             if target.is_symlink() or target.exists():
@@ -346,8 +370,10 @@ def record(series: Series) -> dict[str, object]:
     return {
         "series_sha256": series.sha256,
         "patches": [{"name": p.name, "sha256": p.sha256, "description": p.description} for p in series.patches],
-        "files": [{"path": path, "before": None if before == "-" else before, "after": after}
-                  for path, (before, after) in series.tree.items()],
+        "files": [
+            {"path": path, "before": None if before == "-" else before, "after": after}
+            for path, (before, after) in series.tree.items()
+        ],
     }
 
 
@@ -378,8 +404,10 @@ def main(argv: list[str]) -> int:
     for patch in series.patches:
         hunks = sum(len(change.hunks) for change in patch.changes)
         print(f"{patch.name}: {hunks} hunks in {len(patch.changes)} files: {patch.description}")
-    print(f"{'fits' if args.check else 'applied'}: {len(series.patches)} patches, {len(series.tree)} files, "
-          f"series sha256 {series.sha256}" + ("" if series.patches else f" (empty: {series.why})"))
+    print(
+        f"{'fits' if args.check else 'applied'}: {len(series.patches)} patches, {len(series.tree)} files, "
+        f"series sha256 {series.sha256}" + ("" if series.patches else f" (empty: {series.why})")
+    )
     return 0
 
 

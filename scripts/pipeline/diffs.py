@@ -84,7 +84,7 @@ def _hunk(lines: list[bytes], at: int) -> tuple[Hunk, int]:
     body: list[tuple[bytes, bytes]] = []
     first = at
     at += 1
-    while old or new or lines[at:at + 1] == [NO_NEWLINE]:
+    while old or new or lines[at : at + 1] == [NO_NEWLINE]:
         line = lines[at] if at < len(lines) else b""
         if line == NO_NEWLINE and body:
             body[-1] = (body[-1][0], body[-1][1].removesuffix(b"\n"))
@@ -101,9 +101,9 @@ def _hunk(lines: list[bytes], at: int) -> tuple[Hunk, int]:
 
 def _path(line: bytes, prefix: bytes, number: int) -> str:
     path = line[4:].removesuffix(b"\n").split(b"\t")[0]
-    if not path.startswith(prefix) or not PATH.fullmatch(path[len(prefix):]):
+    if not path.startswith(prefix) or not PATH.fullmatch(path[len(prefix) :]):
         raise Malformed(number, f"path {path.decode(errors='replace')!r} isn't {prefix.decode()}PATH in site-packages")
-    return path[len(prefix):].decode()
+    return path[len(prefix) :].decode()
 
 
 def parse(data: bytes) -> Patch:
@@ -115,7 +115,7 @@ def parse(data: bytes) -> Patch:
         line = lines[at]
         if line.startswith(GIT_LINES):
             at += 1
-        elif line.startswith(b"--- ") and header_end(lines[at:at + 2]) == 0:
+        elif line.startswith(b"--- ") and header_end(lines[at : at + 2]) == 0:
             if lines[at + 1].startswith(b"+++ /dev/null"):
                 raise Malformed(at + 1, "deletes a file, which a series can't do")
             path, new = _path(lines[at + 1], b"b/", at + 2), line.startswith(b"--- /dev/null")
@@ -144,7 +144,7 @@ def places(lines: Sequence[bytes], wanted: Sequence[bytes]) -> list[int]:
     if not wanted:
         return []
     n = len(wanted)
-    return [i for i, line in enumerate(lines) if line == wanted[0] and list(lines[i:i + n]) == list(wanted)]
+    return [i for i, line in enumerate(lines) if line == wanted[0] and list(lines[i : i + n]) == list(wanted)]
 
 
 def splice(lines: Sequence[bytes], hunks: Sequence[Hunk]) -> list[bytes]:
@@ -152,8 +152,8 @@ def splice(lines: Sequence[bytes], hunks: Sequence[Hunk]) -> list[bytes]:
     out: list[bytes] = []
     at = 0
     for hunk in hunks:
-        assert at <= hunk.start and list(lines[hunk.start:hunk.start + len(hunk.old)]) == hunk.old
-        out += [*lines[at:hunk.start], *hunk.new]
+        assert at <= hunk.start and list(lines[hunk.start : hunk.start + len(hunk.old)]) == hunk.old
+        out += [*lines[at : hunk.start], *hunk.new]
         at = hunk.start + len(hunk.old)
     return out + list(lines[at:])
 

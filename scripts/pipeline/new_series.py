@@ -163,6 +163,7 @@ def numbers(data: bytes) -> list[tuple[int, ...]]:
 
 def tree(before: Mapping[str, bytes | None], after: Mapping[str, bytes]) -> bytes:
     """The text of `tree`."""
+
     def digest(data: bytes | None) -> str:
         return "-" if data is None else hashlib.sha256(data).hexdigest()
 
@@ -286,8 +287,9 @@ def add(release: pins.Release, name: str, edited: Path, all_pins: pins.Pins) -> 
 
 def job(argv: list[str]) -> None:
     """Move, refresh or extend a series."""
-    parser = argparse.ArgumentParser(prog="nox -s new-series --", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="nox -s new-series --", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("engine")
     parser.add_argument("version", help="the release that the series is for; pins.toml and its lock come first")
     what = parser.add_mutually_exclusive_group(required=True)

@@ -20,7 +20,7 @@ def header(data: bytes) -> dict[str, str]:
     lines = diffs.split(data)
     fields: dict[str, str] = {}
     name = ""
-    for raw in lines[:diffs.header_end(lines)]:
+    for raw in lines[: diffs.header_end(lines)]:
         line = raw.decode(errors="replace").rstrip()
         if line == "---":
             break
@@ -46,7 +46,9 @@ def lint_header(data: bytes, version: str) -> list[str]:
             errors.append(f"Applied-Upstream {upstream!r} is neither `no` nor a version: name the release that has it")
         else:
             if stale:
-                errors.append(f"stale: upstream has it since {upstream}, and this series is for {version}: delete the patch")
+                errors.append(
+                    f"stale: upstream has it since {upstream}, and this series is for {version}: delete the patch"
+                )
     return errors
 
 

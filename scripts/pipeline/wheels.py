@@ -93,9 +93,10 @@ def download(release: pins.Release, hashes: tuple[str, ...], all_pins: pins.Pins
     """Fetch the wheel of a release into the cache; it appears there whole or not at all. Raises Stop."""
     wanted = f"{release.package}=={release.version}"
     cache().mkdir(parents=True, exist_ok=True)
-    with say.timed(f"downloading the wheel of {wanted} (once; kept in {cache()})"), tempfile.TemporaryDirectory(
-        prefix=".download-", dir=cache()
-    ) as tmp:
+    with (
+        say.timed(f"downloading the wheel of {wanted} (once; kept in {cache()})"),
+        tempfile.TemporaryDirectory(prefix=".download-", dir=cache()) as tmp,
+    ):
         requirement = Path(tmp, "requirements.txt")
         requirement.write_text(wanted + "".join(f" --hash=sha256:{h}" for h in hashes) + "\n")
         command = [*pip(), "download", "--no-deps", "--require-hashes", "--only-binary", ":all:", "--no-cache-dir"]
@@ -105,8 +106,10 @@ def download(release: pins.Release, hashes: tuple[str, ...], all_pins: pins.Pins
         found = list(Path(tmp).glob("*.whl"))
         if done.returncode or len(found) != 1:
             why = " ".join(line for line in done.stderr.splitlines() if line.startswith("ERROR"))[:400]
-            raise Stop(f"the wheel of {wanted} can't be fetched: {why or 'pip found none'}: check the network and "
-                       f"locks/{release.lock.name}, then run it again")
+            raise Stop(
+                f"the wheel of {wanted} can't be fetched: {why or 'pip found none'}: check the network and "
+                f"locks/{release.lock.name}, then run it again"
+            )
         sha256 = digest(found[0])
         if sha256 not in hashes:
             raise Stop(f"{found[0].name} has sha256 {sha256}, not in locks/{release.lock.name}: run it again")

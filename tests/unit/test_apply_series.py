@@ -96,7 +96,9 @@ def test_a_changed_byte_in_an_added_line_is_refused(series: Path, root: Path) ->
 def test_a_changed_hash_in_tree_is_refused(series: Path, root: Path, column: int) -> None:
     words = (series / "tree").read_text().splitlines()[0].split()
     words[column] = words[column][:-1] + ("0" if words[column][-1] != "0" else "1")
-    (series / "tree").write_text(" ".join(words) + "\n" + "\n".join((series / "tree").read_text().splitlines()[1:]) + "\n")
+    (series / "tree").write_text(
+        " ".join(words) + "\n" + "\n".join((series / "tree").read_text().splitlines()[1:]) + "\n"
+    )
     refused(series, root, "vllm/a.py", "tree")
 
 
@@ -154,7 +156,10 @@ def test_an_empty_series_says_why(tmp_path: Path, root: Path) -> None:
     [
         (b"--- a/vllm/a.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n", "deletes a file"),
         (b"--- a/vllm/a.py\n+++ b/vllm/z.py\n@@ -1 +1 @@\n-x\n+y\n", "renames"),
-        (b"diff --git a/vllm/a.py b/vllm/z.py\nsimilarity index 100%\nrename from vllm/a.py\n", "no part of a text diff"),
+        (
+            b"diff --git a/vllm/a.py b/vllm/z.py\nsimilarity index 100%\nrename from vllm/a.py\n",
+            "no part of a text diff",
+        ),
         (b"diff --git a/vllm/a.so b/vllm/a.so\nGIT binary patch\nliteral 3\n", "no part of a text diff"),
         (b"--- a/../a.py\n+++ b/../a.py\n@@ -1 +1 @@\n-x\n+y\n", "inside site-packages"),
         (b"--- a//etc/x.py\n+++ b//etc/x.py\n@@ -1 +1 @@\n-x\n+y\n", "inside site-packages"),
@@ -210,7 +215,9 @@ def test_crlf_sources_refuse_a_patch_with_line_feeds(tmp_path: Path) -> None:
     refused(folder, root, "0001-step.patch:", "vllm/t.txt:1")
 
 
-def test_hardlinks_of_a_file_keep_the_old_content_and_the_mode_is_kept(series: Path, root: Path, tmp_path: Path) -> None:
+def test_hardlinks_of_a_file_keep_the_old_content_and_the_mode_is_kept(
+    series: Path, root: Path, tmp_path: Path
+) -> None:
     (root / "vllm/a.py").chmod(0o750)
     os.link(root / "vllm/a.py", tmp_path / "cache.py")
     inode = (root / "vllm/a.py").stat().st_ino
@@ -286,14 +293,28 @@ def test_the_record_names_all_hashes_and_can_be_checked_with_sha256sum(series: P
     assert [p["name"] for p in record["patches"]] == names[1:3]
     assert record["patches"][0]["description"] == "Make the example say something else"
     assert record["files"][0] == {
-        "path": "vllm/a.py", "before": sha256(LINES), "after": sha256(SECOND["vllm/a.py"]),
+        "path": "vllm/a.py",
+        "before": sha256(LINES),
+        "after": sha256(SECOND["vllm/a.py"]),
     }
     assert record["files"][1]["before"] is None
 
 
 def test_any_difflib_diff_gives_its_target_exactly(tmp_path: Path) -> None:
     random.seed(20261130)
-    words = [b"", b"a", b"b", b"c\r", b"+d", b"-e", b" f", b"@@ -1 +1 @@", b"--- a/x", b"+++ b/x", b"\\ No newline at end of file"]
+    words = [
+        b"",
+        b"a",
+        b"b",
+        b"c\r",
+        b"+d",
+        b"-e",
+        b" f",
+        b"@@ -1 +1 @@",
+        b"--- a/x",
+        b"+++ b/x",
+        b"\\ No newline at end of file",
+    ]
     before: dict[str, bytes] = {}
     steps: list[dict[str, bytes]] = [{}, {}, {}]
     for number in range(60):
@@ -302,7 +323,7 @@ def test_any_difflib_diff_gives_its_target_exactly(tmp_path: Path) -> None:
         for step in steps:
             for _ in range(random.randrange(1, 5)):
                 at = random.randrange(len(current) + 1)
-                current[at: at + random.randrange(3)] = [random.choice(words) for _ in range(random.randrange(3))]
+                current[at : at + random.randrange(3)] = [random.choice(words) for _ in range(random.randrange(3))]
             content = b"\n".join(current)
             have = next((s[path] for s in reversed(steps) if path in s), before[path])
             if content != have:

@@ -1,0 +1,116 @@
+"""The repository's own series on the pristine wheels that they were made for, and on those they weren't."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.pipeline import check_patches, new_series, pins, series, wheels
+from scripts.pipeline.say import Stop
+
+PINS = pins.load()
+IDS = [release.name for release in PINS.releases]
+each_release = pytest.mark.parametrize("release", PINS.releases, ids=IDS)
+
+
+def copy(release: pins.Release, to: Path) -> Path:
+    return Path(shutil.copytree(release.series, to / "series"))
+
+
+def first_patch(folder: Path) -> Path:
+    names = series.entries((folder / "series").read_bytes())
+    if not names:
+        pytest.skip("this release's series is empty")
+    return folder / names[0]
+
+
+def judge(folder: Path, release: pins.Release) -> dict[str, object]:
+    paths = series.touched(series.load(folder))
+    return check_patches.judge(folder, paths, wheels.pristine(release, PINS))
+
+
+def test_every_series_is_sound_and_fits_every_wheel(capfd: pytest.CaptureFixture[str]) -> None:
+    check_patches.job([])
+    assert "fit exactly" in capfd.readouterr().out
+
+
+@each_release
+def test_each_patched_file_has_its_recorded_hash(release: pins.Release, tmp_path: Path) -> None:
+    paths = series.touched(series.load(release.series))
+    wheels.pristine(release, PINS).extract(paths, tmp_path)
+    command = [sys.executable, str(check_patches.APPLY), str(release.series), str(tmp_path), "--json"]
+    record = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    for file in record["files"]:
+        assert wheels.digest(tmp_path / file["path"]) == file["after"] != file["before"]
+
+
+@each_release
+def test_no_other_release_takes_a_series(release: pins.Release) -> None:
+    others = [other for other in PINS.releases if other.version != release.version]
+    assert others and series.entries((release.series / "series").read_bytes())
+    for other in others:
+        with pytest.raises(Stop, match="these are other sources|there to be none"):
+            judge(release.series, other)
+
+
+@each_release
+def test_one_byte_of_a_patch_is_noticed(release: pins.Release, tmp_path: Path) -> None:
+    folder = copy(release, tmp_path)
+    judge(folder, release)
+    patch = first_patch(folder)
+    lines = patch.read_bytes().split(b"\n")
+    at = next(
+        i for i, line in enumerate(lines) if line.startswith(b"+") and not line.startswith(b"+++") and len(line) > 6
+    )
+    lines[at] += b" "
+    patch.write_bytes(b"\n".join(lines))
+    with pytest.raises(Stop, match="after the series"):
+        judge(folder, release)
+
+
+@each_release
+@pytest.mark.parametrize("column", [1, 2])
+def test_one_digit_of_a_hash_is_noticed(release: pins.Release, tmp_path: Path, column: int) -> None:
+    folder = copy(release, tmp_path)
+    lines = (folder / "tree").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if not line.startswith("#") and line.split()[column] != "-")
+    words = lines[at].split()
+    words[column] = ("0" if words[column][0] != "0" else "1") + words[column][1:]
+    (folder / "tree").write_text("\n".join([*lines[:at], " ".join(words), *lines[at + 1 :], ""]))
+    with pytest.raises(Stop, match=words[0]):
+        judge(folder, release)
+
+
+@each_release
+def test_a_series_moved_to_its_own_release_is_the_same_series(release: pins.Release) -> None:
+    files = series.load(release.series)
+    patches = new_series.listed(files, release.series)
+    moved = new_series.move(patches, wheels.pristine(release, PINS).read, release.version)
+    assert {verdict.name: verdict.data for verdict in moved.verdicts} == patches
+    assert [verdict.kind for verdict in moved.verdicts] == ["exact"] * len(patches)
+    recorded = [line for line in files["tree"].splitlines() if not line.startswith(b"#")]
+    assert recorded == [
+        line for line in new_series.tree(moved.before, moved.after).splitlines() if not line.startswith(b"#")
+    ]
+
+
+def test_a_tampered_wheel_in_the_cache_is_named_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    release = PINS.release("vllm", "0.32.0", "cpu")
+    real = wheels.pristine(release, PINS)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    bad = wheels.cache() / real.sha256 / real.path.name
+    bad.parent.mkdir(parents=True)
+    shutil.copyfile(real.path, bad)
+    with bad.open("r+b") as file:
+        file.seek(1_000_000)
+        byte = file.read(1)
+        file.seek(1_000_000)
+        file.write(bytes([byte[0] ^ 1]))
+    again = wheels.pristine(release, PINS)
+    assert again.path == bad and wheels.digest(bad) == real.sha256
+    assert str(bad) in capfd.readouterr().out
