@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from scripts.pipeline import pins, say
+from scripts.pipeline import base, pins, say
 
 HEADER = "# Written by `nox -s lock` from pins.toml. Do not edit.\n"
 NAME = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)", re.MULTILINE)

@@ -1,0 +1,80 @@
+"""The front door. `nox -l` lists the sessions; `nox -s SESSION -- --help` explains one."""
+
+import nox
+
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "typecheck", "tests"]
+
+
+def job(session: nox.Session, name: str, *args: str) -> None:
+    """Run one job of the pipeline; it works without nox too."""
+    session.install("-r", "requirements.txt")
+    session.run("python", "-m", f"scripts.pipeline.{name}", *args, *session.posargs)
+
+
+@nox.session
+def setup(session: nox.Session) -> None:
+    """Install and start a container engine, where there is none and you are root."""
+    job(session, "setup")
+
+
+@nox.session(name="build-vllm")
+def build_vllm(session: nox.Session) -> None:
+    """Build a vLLM image, patched and verified inside the build."""
+    job(session, "build", "vllm")
+
+
+@nox.session(name="check-patches")
+def check_patches(session: nox.Session) -> None:
+    """Lint every series and apply it, exactly, to the pristine wheel it was made for."""
+    job(session, "check_patches")
+
+
+@nox.session(name="new-series")
+def new_series(session: nox.Session) -> None:
+    """Try the patches of a release on another version, and leave a series to work on."""
+    job(session, "new_series")
+
+
+@nox.session
+def lock(session: nox.Session) -> None:
+    """Write locks/ from pins.toml: every wheel by hash, every Debian package by version."""
+    job(session, "lock")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Time a cold build against a plain pip install of the same locks, and a rebuild after a patch edit."""
+    job(session, "bench")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests: units, series on pristine wheels, small images on the real container engine."""
+    session.install("-r", "requirements.txt", "-r", "tests/requirements.txt")
+    session.run("pytest", "tests/unit", "tests/series", "tests/image", *session.posargs)
+
+
+@nox.session(name="tests-engine")
+def tests_engine(session: nox.Session) -> None:
+    """Run the tests that need the real engines; installs each release from its locks (10 GB each)."""
+    session.install("-r", "requirements.txt", "-r", "tests/requirements.txt")
+    session.run("python", "-m", "scripts.pipeline.engine_envs")
+    session.run("pytest", "tests/engine", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style: ruff for Python, shellcheck for the layer scripts."""
+    session.install("-r", "tests/requirements.txt")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("shellcheck", "--shell=sh", *sorted(map(str, __import__("pathlib").Path("scripts/layers").glob("*.sh"))))
+
+
+@nox.session
+def typecheck(session: nox.Session) -> None:
+    """Check types with mypy, strictly."""
+    session.install("-r", "requirements.txt", "-r", "tests/requirements.txt")
+    session.run("mypy")

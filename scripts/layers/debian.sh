@@ -1,0 +1,34 @@
+# debian.sh LOCK: every Debian package of the lock at its version, and the user that the image runs as.
+set -eu
+[ ! -s /dev/shm/network ] || . /dev/shm/network
+export DEBIAN_FRONTEND=noninteractive SOURCE_DATE_EPOCH
+: > /tmp/apt.conf
+[ ! -s /dev/shm/ca ] || echo 'Acquire::https::CAInfo "/dev/shm/ca";' >> /tmp/apt.conf
+if [ -n "${DEBIAN_MIRROR:-}" ]; then
+    . /etc/os-release
+    printf 'deb %s\n' "$DEBIAN_MIRROR $VERSION_CODENAME main" "$DEBIAN_MIRROR $VERSION_CODENAME-updates main" \
+        "${DEBIAN_SECURITY_MIRROR:-$DEBIAN_MIRROR-security} $VERSION_CODENAME-security main" > /tmp/sources.list
+    echo 'Dir::Etc::SourceList "/tmp/sources.list"; Dir::Etc::SourceParts "-";' >> /tmp/apt.conf
+fi
+export APT_CONFIG=/tmp/apt.conf
+
+apt-get update -qq -o APT::Update::Error-Mode=any
+# shellcheck disable=SC2046
+apt-get install -qq -y --no-install-recommends --allow-downgrades $(grep -v '^#' "$1") || {
+    echo "error: a Debian package of locks/debian.txt is no longer served by the mirror: run 'nox -s lock -- debian'," \
+        "or set DEBIAN_MIRROR to an archive of the date that pins.toml names" >&2
+    exit 1
+}
+dpkg-query -W -f '${Package}=${Version}\n' | sort > /tmp/installed
+grep -v '^#' "$1" | sort | diff - /tmp/installed || {
+    echo "error: what is installed is not what locks/debian.txt lists (above): run 'nox -s lock -- debian'" >&2
+    exit 1
+}
+
+useradd --uid 1000 --user-group --create-home --shell /bin/bash kimi
+mkdir -p /cache /opt/kimi-eagle3/locks
+chown kimi:kimi /cache
+cp "$1" /opt/kimi-eagle3/locks/debian.txt
+# Logs and caches of apt and dpkg hold times.
+rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/cache/debconf/*-old /var/cache/ldconfig/* /var/lib/dpkg/*-old \
+    /var/log/* /etc/passwd- /etc/group- /etc/shadow- /etc/gshadow- /etc/subuid- /etc/subgid-
