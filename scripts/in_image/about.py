@@ -46,7 +46,7 @@ def _json(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _installed(package: str, pinned: str) -> str:
-    """The installed version. Raises Missing where there is none, or not the pinned one (`+cu128` and the like aside)."""
+    """The installed version. Raises Missing where it is none, or not the pinned one (`+cu128` and the like aside)."""
     try:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -83,7 +83,7 @@ def _contract(path: Path) -> dict[str, Any]:
 
 
 def _coverage(path: Path) -> dict[str, Any]:
-    """The build's coverage: how many objects have each status, and which one each serving object has. Raises Missing."""
+    """The build's coverage: how many objects have each status, and that of each serving object. Raises Missing."""
     coverage = _json(path, ("arch", "objects", "serving", "ok"))
     if not coverage["objects"] or not coverage["ok"]:
         raise Missing(f"coverage.json: {'a serving object fails' if coverage['objects'] else 'nothing was measured'}")

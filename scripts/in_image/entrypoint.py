@@ -171,11 +171,12 @@ def plan(release: Mapping[str, Any], asked: Asked, env: Mapping[str, str]) -> Pl
     """The engine's command line for what was asked. Raises Refused where two options contradict each other."""
     serve = release["serve"]
     given = {name for name in map(flag, asked.rest) if name} | configured(asked.rest)
-    defaults: dict[str, object] = {} if "no-defaults" in asked.switches else dict(sorted(serve["flags"].items()))
-    defaults |= {"host": "0.0.0.0", "port": serve["port"]}
+    own = dict(sorted(serve["flags"].items()))
     # The engine has no --no-FLAG for a flag with a value. Taking the default away is all that was meant.
-    undone = {f"no-{name}" for name, value in defaults.items() if not isinstance(value, bool)}
+    undone = {f"no-{name}" for name, value in own.items() if not isinstance(value, bool)}
     rest = tuple(argument for argument in asked.rest if flag(argument) not in undone)
+    defaults: dict[str, object] = {} if "no-defaults" in asked.switches else own
+    defaults = {**defaults, "host": "0.0.0.0", "port": serve["port"]}
 
     target, revision = model(asked.target, release["target"])
     models: list[str] = [target]
@@ -258,8 +259,8 @@ def preflight(release: Mapping[str, Any], asked: Asked, planned: Plan, env: Mapp
     caches += [] if env.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ["HF_HOME"]
     for name in caches:
         if env.get(name) and unwritable(Path(env[name])):
-            raise Refused(f"{name}={env[name]} can't be written by uid {os.getuid()}: chown that folder to it, or run with"
-                          " --user and the folder's owner")
+            raise Refused(f"{name}={env[name]} can't be written by uid {os.getuid()}: give that folder to it (chown),"
+                          " or run with --user and its owner")
     hub = Path(env.get("HF_HOME") or "/cache/huggingface", "hub")
     target = release["target"]
     if target["repo"] in planned.models and not (hub / f"models--{target['repo'].replace('/', '--')}").exists():

@@ -19,7 +19,7 @@ SECONDS = 8  # below the time that the Dockerfile gives the check
 def option(arguments: list[str], name: str) -> str | None:
     """The last value of `--name VALUE` or `--name=VALUE`, with underscores or dashes; None if it isn't given."""
     value = None
-    for this, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for this, following in zip(arguments, [*arguments, ""][1:], strict=True):
         flag, equals, inline = this.partition("=")
         if flag.startswith("--") and flag[2:].replace("_", "-") == name:
             value = inline if equals else following
