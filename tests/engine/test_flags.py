@@ -22,7 +22,7 @@ INTERPRETERS = {
 }
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(not INTERPRETERS, reason="KIMI_EAGLE3_VENV_0_16_0 and KIMI_EAGLE3_VENV_0_32_0 name no interpreter"),
+    pytest.mark.skipif(not INTERPRETERS, reason="no KIMI_EAGLE3_VENV_0_16_0 or KIMI_EAGLE3_VENV_0_32_0"),
 ]
 # Reads command lines from standard input; writes what the engine's parser makes of each, null where it refuses.
 PARSE = """

@@ -57,7 +57,7 @@ def test_the_twin_gets_none_of_the_defaults_for_gpus(tmp_path: Path) -> None:
 
 def test_a_change_of_another_release_changes_no_byte(tmp_path: Path, pins: Path) -> None:
     made(pins, tmp_path / "before", "0.32.0")
-    edit(pins, '[[release]]\nengine = "vllm"\nversion = "0.16.0"', '# new\n[[release]]\nengine = "vllm"\nversion = "0.16.1"')
+    edit(pins, 'engine = "vllm"\nversion = "0.16.0"', '# new\nversion = "0.16.1"\nengine = "vllm"')
     made(pins, tmp_path / "after", "0.32.0")
     assert (tmp_path / "before").read_bytes() == (tmp_path / "after").read_bytes()
 
