@@ -141,11 +141,17 @@ def move(patches: Mapping[str, bytes], read: Callable[[str], bytes | None], vers
         kinds: set[str] = set().union(*(kinds for kinds, *_ in tried))
         reasons = [reason for *_, found in tried for reason in found]
         stale = [error for error in series.lint_header(data, version) if error.startswith("stale")]
-        if kinds == {"upstream"}:
-            verdicts.append(Verdict(name, "upstream", data, tuple(reasons)))
-        elif not kinds <= {"exact", "moved"} or stale:
+        fits = kinds <= {"exact", "moved"}
+        if kinds == {"upstream"} or (stale and not fits):
+            said = series.header(data).get("Applied-Upstream")
+            why = (f"its header says so (Applied-Upstream: {said})",) if stale else tuple(reasons)
+            verdicts.append(Verdict(name, "upstream", data, why))
+        elif stale:
+            why = (*stale, "and yet it fits: upstream's sources don't have it; correct Applied-Upstream, or delete it")
+            verdicts.append(Verdict(name, "conflict", data, why))
+        elif not fits:
             part = ["only a part of it is upstream"] if "upstream" in kinds else []
-            verdicts.append(Verdict(name, "conflict", data, (*stale, *part, *reasons)))
+            verdicts.append(Verdict(name, "conflict", data, (*part, *reasons)))
         else:
             now |= {change.path: content for _, change, content, _ in tried}
             text = b"".join([patch.header, *(diffs.render(change) for _, change, _, _ in tried)])
@@ -236,10 +242,8 @@ def port(release: pins.Release, old: str, all_pins: pins.Pins) -> None:
     say.step(f"{release.engine} {old} -> {release.version}: {len(patches)} patches on wheel {wheel.sha256[:12]}")
     moved = move(patches, wheel.read, release.version)
     report(moved)
-    if not patches:
-        new = files | {"tree": tree({}, {})}
-    else:
-        new = new_folder(moved, release.engine, old, release.version)
+    empty = files | {"tree": tree({}, {})}
+    new = new_folder(moved, release.engine, old, release.version) if patches else empty
     write_folder(release.series, new, wheel)
     conflicts = sum(verdict.kind == "conflict" for verdict in moved.verdicts)
     rest = f"; {conflicts} conflicts to decide: check-patches fails until then" if conflicts else ""

