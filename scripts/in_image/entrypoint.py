@@ -259,8 +259,8 @@ def preflight(release: Mapping[str, Any], asked: Asked, planned: Plan, env: Mapp
     caches += [] if env.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ["HF_HOME"]
     for name in caches:
         if env.get(name) and unwritable(Path(env[name])):
-            raise Refused(f"{name}={env[name]} can't be written by uid {os.getuid()}: give that folder to it (chown),"
-                          " or run with --user and its owner")
+            raise Refused(f"{name}={env[name]} can't be written by uid {os.getuid()}: mount a folder that it owns at"
+                          " /cache, or run with --user and the owner of the one that is mounted")
     hub = Path(env.get("HF_HOME") or "/cache/huggingface", "hub")
     target = release["target"]
     if target["repo"] in planned.models and not (hub / f"models--{target['repo'].replace('/', '--')}").exists():

@@ -55,8 +55,8 @@ def test_a_whole_image_says_all_of_it(image: Path) -> None:
     done = about(image)
     assert (done.returncode, done.stderr) == (0, "")
     first = next(SERIES.glob("0001-*")).name
-    for text in ("vllm 0.32.0", "2.13.0+cu130", "sm_120", f"{first}: ", "bootstrapped", "1 checks, all hold", "1 native",
-                 "vllm/_C.abi3.so: native", "only a GPU shows"):
+    for text in ("vllm 0.32.0", "2.13.0+cu130", "sm_120", f"{first}: ", "bootstrapped", "1 checks, all hold",
+                 "1 native", "vllm/_C.abi3.so: native", "only a GPU shows"):
         assert text in done.stdout, text
 
 
