@@ -3,7 +3,8 @@
 What is real: the configuration classes, the model registry, the loader, the models' own code in float32 (multi-head
 latent attention, mixture of experts, rotary embedding, norms) and the proposer. What stands in: the platform (the
 engine's own CPU platform, so that a CUDA wheel works without a GPU), and two kernels, computed with torch: attention
-(plain, causal, over one sequence) and, where the release has a compiled one, the product with the chosen experts.
+(plain, causal, over one sequence) and, where the release has a compiled one, the product with the chosen experts. The
+image processor is left out.
 """
 
 from collections.abc import Iterator
@@ -201,8 +202,11 @@ class Bench:
     def proposer(self, kind: str) -> Any:
         """The engine's real EagleProposer for a drafter, before it loads anything."""
         from vllm.config import set_current_vllm_config
+        from vllm.multimodal import MULTIMODAL_REGISTRY
         from vllm.v1.spec_decode.eagle import EagleProposer
 
+        # Kimi's image processor is code of its repository; the answer that it would lead to is yes.
+        MULTIMODAL_REGISTRY.supports_multimodal_inputs = lambda config: True
         self.wrapper  # noqa: B018  (the world and the target come first)
         config = self.vllm_config(self.drafter(kind))
         with set_current_vllm_config(config):

@@ -92,7 +92,8 @@ DRAFTER: dict[str, Any] = COMMON | {
 LLAMA_DRAFTER = DRAFTER | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "head_dim": 16}
 MLA_DRAFTER = DRAFTER | MLA | {
     "architectures": ["Eagle3DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v3",
+    # Up to 0.33 at least, a drafter of model type deepseek_v3 is taken for the MTP layers of a target.
+    "model_type": "kimi_k2",
     # Without YaRN the class of 0.18 to 0.27.1 fails on a plain rope; Kimi's drafters have YaRN anyway.
     "rope_scaling": {
         "type": "yarn",
