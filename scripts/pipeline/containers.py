@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -219,7 +220,7 @@ def build(engine: ContainerEngine, **what: Unpack[What]) -> str:
     env = {**os.environ, "DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
     if engine.builder == "buildx":
         env["BUILDX_BUILDER"] = _buildx_builder(engine.context)
-    code, lines = _stream(build_command(engine, **what), env)
+    code, lines = _stream(build_command(engine, **what), env, engine.kind == "podman")
     if code:
         raise Stop(f"build of {tag} failed {failure(lines)}" + _cure(lines, engine))
     if built := image_id(engine, tag):
@@ -270,8 +271,12 @@ def _ulimits() -> list[tuple[str, int]]:
     return [(name, n) for name, n in limits.items() if n != resource.RLIM_INFINITY]
 
 
-def _stream(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, list[str]]:
-    """Run a command, show its lines as they come, and return its exit code and lines. Doesn't outlive us on Ctrl-C."""
+def _stream(command: Sequence[str], env: Mapping[str, str], podman: bool) -> tuple[int, list[str]]:
+    """Run a command, show its lines as they come, and return its exit code and lines. On Ctrl-C it is stopped, too.
+
+    Docker's client hears a terminal's Ctrl-C as we do, and its daemon ends the step. podman would leave its step
+    running (see `_stop`), so it has a process group of its own and hears from us alone.
+    """
     try:
         child = subprocess.Popen(
             command,
@@ -281,6 +286,7 @@ def _stream(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, list[s
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            process_group=0 if podman else None,
         )
     except OSError as error:
         raise Stop(f"{command[0]} can't be run: {error.strerror}") from None
@@ -292,13 +298,36 @@ def _stream(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, list[s
             print(f"    {lines[-1]}", flush=True)
         return child.wait(), lines
     except BaseException:
-        child.terminate()
-        try:
-            child.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+        _stop(child)
         raise
+
+
+def _stop(child: "subprocess.Popen[str]") -> None:
+    """End a build. podman's running step first: it is left behind where podman ends before it (seen with 4.3)."""
+    steps = [pid for pid in _descendants(child.pid) if _command(pid).startswith("buildah-")]
+    for pid in steps:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(STOP_S if steps else 0.0)
+    child.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(STOP_S)
+    child.kill()
+    child.wait()
+
+
+def _descendants(pid: int) -> list[int]:
+    with suppress(OSError):
+        found = [int(c) for file in Path(f"/proc/{pid}/task").glob("*/children") for c in file.read_text().split()]
+        return found + [below for one in found for below in _descendants(one)]
+    return []
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    return ""
 
 
 _NOISE = re.compile(r"^(-+|sha256:\S+|: exit status.*|time=.*|)$")
