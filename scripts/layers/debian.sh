@@ -27,7 +27,8 @@ grep -v '^#' "$1" | sort | diff - /tmp/installed || {
 
 useradd --uid 1000 --user-group --create-home --shell /bin/bash kimi
 mkdir -p /cache /opt/kimi-eagle3/locks
-chown kimi:kimi /cache
+# Any user may be given with `docker run --user`.
+chmod 1777 /cache
 cp "$1" /opt/kimi-eagle3/locks/debian.txt
 # Logs and caches of apt and dpkg hold times.
 rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/cache/debconf/*-old /var/cache/ldconfig/* /var/lib/dpkg/*-old \

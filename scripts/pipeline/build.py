@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from scripts.pipeline import base, check_patches, containers, lock, pins, say
+from scripts.pipeline import base, containers, lock, pins, say, series
 
 # What a build may need from the environment of the build machine to reach mirrors and proxies. It is handed over as
 # a secret, so it is in no layer and in no history.
@@ -63,6 +63,14 @@ def check_locks(release: pins.Release) -> None:
                        f"({', '.join(both[:3])}): run `nox -s lock`")
 
 
+def check_series(release: pins.Release) -> None:
+    """Raises Stop, before anything is downloaded, where the series of a release isn't whole. It is applied later."""
+    errors = series.lint(series.load(release.series), release.version)
+    if errors:
+        raise say.Stop(f"patches/{release.engine}/{release.version}/{errors[0]}"
+                       + (f" (and {len(errors) - 1} more: `nox -s check-patches`)" if errors[1:] else ""))
+
+
 def prepare_context(all_pins: pins.Pins, release: pins.Release, origin: base.Base) -> Path:
     """The folder that the builder gets: this release's files alone, under fixed names. Replaced at each build."""
     context = base.cache() / "context" / f"{release.engine}-{release.tag}"
@@ -89,14 +97,6 @@ def prepare_context(all_pins: pins.Pins, release: pins.Release, origin: base.Bas
     return context
 
 
-def series_sha256(series: Path) -> str:
-    """One hash of a series: of its files' names and bytes, in order of name."""
-    digest = hashlib.sha256()
-    for path in sorted(series.iterdir()):
-        digest.update(f"{path.name} {sha256(path)}\n".encode())
-    return digest.hexdigest()
-
-
 def _git_revision() -> str:
     done = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], cwd=pins.ROOT,
                           capture_output=True, text=True)
@@ -115,7 +115,7 @@ def steps(all_pins: pins.Pins, release: pins.Release, origin: base.Base) -> tupl
         "org.opencontainers.image.base.name": origin.reference,
         "org.opencontainers.image.base.digest": f"sha256:{origin.sha256}",
         "kimi-eagle3.base": origin.kind,
-        "kimi-eagle3.series": series_sha256(release.series),
+        "kimi-eagle3.series": series.digest(series.load(release.series)),
         "kimi-eagle3.lock.torch": sha256(release.torch.lock),
         "kimi-eagle3.lock.engine": sha256(release.lock),
     }
@@ -184,7 +184,7 @@ def job(argv: list[str]) -> None:
         chosen = [all_pins.release(engine_name, options.version, options.variant)]
     for release in chosen:
         check_locks(release)
-        check_patches.lint(release)
+        check_series(release)
     engine = containers.find()
     origin = base.resolve(engine, all_pins, options.base)
     for release in chosen:
@@ -195,8 +195,8 @@ def job(argv: list[str]) -> None:
                 print(shlex.join(command))
             continue
         image = build(engine, all_pins, release, origin, options.no_cache)
-        say.step(f"{image}: the contract, as it held in the build")
-        print(containers.run(engine, image, ["contract", "--stored"])[1])
+        say.step(f"{image}: what it is")
+        print(containers.run(engine, image, ["about"])[1])
         say.step(f"ready: {image}\n    serve:  docker run --gpus all --ipc=host -p 8000:8000 -v kimi-cache:/cache {image}"
                  f"\n    check:  docker run --rm {image} contract")
 

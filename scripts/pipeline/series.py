@@ -1,5 +1,6 @@
 """A patch series as text: DEP-3 headers, and lint. Pure functions; the folder is a mapping of name to content."""
 
+import hashlib
 import re
 from collections.abc import Mapping
 from datetime import date
@@ -113,3 +114,9 @@ def load(folder: Path) -> dict[str, bytes]:
 def touched(files: Mapping[str, bytes]) -> list[str]:
     """The paths that the listed patches touch, sorted. Raises diffs.Malformed."""
     return sorted({c.path for name in entries(files["series"]) for c in diffs.parse(files[name]).changes})
+
+
+def digest(files: Mapping[str, bytes]) -> str:
+    """The hash of a series: of the output of `sha256sum series PATCH... tree`, as apply_series.py records it."""
+    names = ["series", *entries(files["series"]), "tree"]
+    return hashlib.sha256("".join(f"{hashlib.sha256(files[name]).hexdigest()}  {name}\n" for name in names).encode()).hexdigest()

@@ -26,6 +26,7 @@ BOOTSTRAP = {
 }
 LOG = Path("/var/log/dockerd.log")
 DEADLINE_S = 90.0  # of the daemon's start, seconds: containerd, the network and iptables come first
+SBIN = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))  # su keeps a user's PATH
 OS_RELEASE = Path("/etc/os-release")
 SYSTEMD = Path("/run/systemd/system")
 
@@ -42,8 +43,6 @@ def job(argv: list[str]) -> None:
     if not why and not missing:
         note("nothing to do: it works, and mmdebstrap is there for the base image; nothing was changed")
         return
-    if why:
-        note(str(why))
     host = os.environ.get("DOCKER_HOST", "")
     if why and host and not host.startswith("unix://"):
         raise why  # installing an engine here would not make that one answer
@@ -52,6 +51,7 @@ def job(argv: list[str]) -> None:
         return
     _require_debian()
     if why:
+        note(str(why))
         _make_engine_work()
     if missing:
         step(f"install {' '.join(missing)}, for the base image where no registry is reached")
@@ -75,7 +75,8 @@ def _not_root(why: Stop | None, missing: Sequence[str]) -> None:
     elif "permission denied" in str(why):
         raise why  # it tells what to do, and there is nothing to install
     else:
-        install = "" if shutil.which("dockerd") else f"sudo apt-get install --yes {DOCKER} && "
+        note(str(why))
+        install = "" if shutil.which("dockerd", path=SBIN) else f"sudo apt-get install --yes {DOCKER} && "
         raise Stop(
             f"setup needs root: run `{install}sudo systemctl start docker && sudo usermod -aG docker $USER`, "
             "then log in again; or `sudo` this session"
@@ -95,7 +96,7 @@ def _require_debian() -> None:
 
 def _make_engine_work() -> None:
     """Install and start what is missing, the least first. Raises Stop where the engine still doesn't work then."""
-    if not shutil.which("dockerd"):
+    if not shutil.which("dockerd", path=SBIN):
         packages = [DOCKER, *_known(BUILDERS[:1])]
         step(f"install {' '.join(packages)}")
         apt_install(packages)
@@ -145,7 +146,12 @@ def start_daemon(options: Sequence[str] = (), log: Path = LOG, deadline: float =
         with log.open("ab") as output:
             start = output.tell()
             daemon = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                command,
+                env={**os.environ, "PATH": SBIN},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
     except OSError as error:
         raise Stop(f"dockerd can't be started with its log in {log}: {error.strerror}") from None

@@ -1,0 +1,98 @@
+"""What is decided before the builder starts: locks, the context, the steps, the secrets."""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts.pipeline import base, build, pins, series
+from scripts.pipeline.say import Stop
+
+PINS = pins.load()
+RELEASE = PINS.release("vllm", "0.16.0")
+ORIGIN = base.Base("bootstrapped", "base:1", "0" * 64)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_the_locks_of_every_release_are_those_that_pins_names() -> None:
+    for release in PINS.releases:
+        build.check_locks(release)
+
+
+def test_a_lock_of_another_version_is_refused_before_anything_is_built() -> None:
+    with pytest.raises(Stop, match=r"locks/vllm-0.16.0.txt has vllm 0.16.0, pins.toml has 0.16.1: run `nox -s lock`"):
+
+        class Moved(pins.Release):
+            lock = RELEASE.lock
+
+        build.check_locks(Moved(**{**vars(RELEASE), "version": "0.16.1"}))
+
+
+def test_a_missing_lock_is_refused_by_name() -> None:
+    with pytest.raises(Stop, match="vllm-0.0.1.txt is missing in locks/: run `nox -s lock`"):
+        build.check_locks(dataclasses.replace(RELEASE, version="0.0.1"))
+
+
+def test_a_series_that_is_not_whole_is_refused_by_the_name_of_its_file(tmp_path: Path) -> None:
+    folder = tmp_path / "series"
+    shutil.copytree(RELEASE.series, folder)
+    (folder / "stray.patch").write_text("")
+
+    class Elsewhere(pins.Release):
+        series = folder
+
+    with pytest.raises(Stop, match="stray.patch"):
+        build.check_series(Elsewhere(**vars(RELEASE)))
+
+
+def test_the_context_holds_this_release_alone_under_fixed_names() -> None:
+    context = build.prepare_context(PINS, RELEASE, ORIGIN)
+    assert sorted(p.name for p in context.iterdir()) == ["base.json", "in_image", "layers", "locks", "release.json", "series"]
+    assert sorted(p.name for p in (context / "locks").iterdir()) == ["debian.txt", "engine.txt", "tools.txt", "torch.txt"]
+    assert (context / "locks/engine.txt").read_bytes() == RELEASE.lock.read_bytes()
+    assert json.loads((context / "release.json").read_text())["version"] == "0.16.0"
+    assert json.loads((context / "base.json").read_text())["kind"] == "bootstrapped"
+    assert not list(context.rglob("__pycache__"))
+
+
+def test_nothing_of_an_earlier_context_stays() -> None:
+    context = build.prepare_context(PINS, RELEASE, ORIGIN)
+    (context / "series" / "left-over.patch").touch()
+    assert not (build.prepare_context(PINS, RELEASE, ORIGIN) / "series" / "left-over.patch").exists()
+
+
+def test_the_engine_is_built_with_the_network_and_the_rest_without_it_and_without_secrets() -> None:
+    first, second = build.steps(PINS, RELEASE, ORIGIN)
+    assert (first.target, first.network, second.target, second.network) == ("engine", "default", "verified", "none")
+    assert second.args["ENGINE_IMAGE"] == first.tag != second.tag == "kimi-k2.5-eagle3-vllm:0.16.0"
+    given = {"ca": Path("ca")}
+    assert build.what(RELEASE, Path(), first, given, False)["secrets"] == given
+    assert build.what(RELEASE, Path(), second, given, False)["secrets"] == {}
+
+
+def test_the_series_label_is_the_hash_that_the_image_records() -> None:
+    listing = subprocess.run(
+        ["sha256sum", "series", *series.entries((RELEASE.series / "series").read_bytes()), "tree"],
+        cwd=RELEASE.series, capture_output=True, check=True,
+    )
+    label = build.steps(PINS, RELEASE, ORIGIN)[1].labels["kimi-eagle3.series"]
+    assert label == hashlib.sha256(listing.stdout).hexdigest()
+
+
+def test_mirrors_and_proxies_go_through_a_secret_and_survive_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in build.NETWORK:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_INDEX_URL", "https://user:pa'ss@mirror.example/simple")
+    with build.secrets() as given:
+        text = given["network"].read_text()
+    assert not given["network"].exists()
+    assert "export UV_DEFAULT_INDEX=" in text and "'\"'\"'" in text
+    assert "mirror.example" not in str(build.steps(PINS, RELEASE, ORIGIN))
