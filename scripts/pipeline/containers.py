@@ -29,6 +29,7 @@ FORCE = "KIMI_EAGLE3_CONTAINER_ENGINE"
 SETUP = "run `nox -s setup`"
 PROBE_S = 60.0  # deadline of one probing command, seconds: a remote daemon may be slow, a dead one must not hang us
 STOP_S = 20.0  # how long a build that was told to stop may take before it is killed, seconds
+CONTAINERD_ROOT = Path("/var/lib/containerd")
 # Only a builder with BuildKit's syntax and exporters gets through this. Nothing runs, nothing is fetched or kept.
 PROBE = "FROM scratch AS unused\nRUN --mount=type=secret,id=probe /probe\nFROM scratch\nENV PROBE=1\n"
 PROBE_PODMAN = "FROM scratch\nENV PROBE=1\n"  # buildah builds unused stages, too
@@ -168,9 +169,8 @@ def _docker_storage(info: Mapping[str, Any]) -> Path | None:
     root = Path(info.get("DockerRootDir") or "/nonexistent")
     address = str((info.get("Containerd") or {}).get("Address", ""))
     snapshotter = ["driver-type", "io.containerd.snapshotter.v1"] in (info.get("DriverStatus") or [])
-    containerd = Path("/var/lib/containerd")
-    if snapshotter and "/docker/" not in address and containerd.exists():
-        return containerd
+    if snapshotter and "/docker/" not in address and CONTAINERD_ROOT.exists():
+        return CONTAINERD_ROOT
     return root if root.exists() else None  # Docker Desktop: the folder is in its virtual machine
 
 

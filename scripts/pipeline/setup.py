@@ -49,7 +49,6 @@ def job(argv: list[str]) -> None:
     if os.geteuid():
         _not_root(why, missing)
         return
-    _require_debian()
     if why:
         note(str(why))
         _make_engine_work()
@@ -109,6 +108,7 @@ def _make_engine_work() -> None:
 
 def _known(packages: Sequence[str]) -> list[str]:
     """Those of `packages` that the configured sources have."""
+    _require_debian()
     if _quiet("apt-cache", "show", DOCKER):
         _loud("apt-get", "update")
     return [package for package in packages if _quiet("apt-cache", "show", package) == 0]
@@ -116,6 +116,7 @@ def _known(packages: Sequence[str]) -> list[str]:
 
 def apt_install(packages: Sequence[str]) -> None:
     """Install packages and remove none. Tried again after `apt-get update` once. Raises Stop."""
+    _require_debian()
     install = ["apt-get", "install", "--yes", "--no-remove", *packages]
     if _loud(*install) == 0:
         return
@@ -166,9 +167,7 @@ def start_daemon(options: Sequence[str] = (), log: Path = LOG, deadline: float =
                 daemon.terminate()
                 daemon.wait()
             what = (
-                f"died with exit code {daemon.returncode}"
-                if dead
-                else f"didn't answer in {deadline:g} s and was stopped"
+                f"died (exit code {daemon.returncode})" if dead else f"didn't answer in {deadline:g} s and was stopped"
             )
             raise Stop(f"dockerd {what}: its last lines are above, the rest is in {log}; mend that and run setup again")
         time.sleep(0.5)

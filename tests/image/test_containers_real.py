@@ -205,10 +205,18 @@ def test_a_run_that_does_not_end_or_start_is_one_line_and_leaves_no_container(
     assert containers_left(engine) == ""
 
 
-def interrupted(code: str, sign: str) -> tuple[int, str]:
-    """Run Python code, send SIGINT to it alone once it printed `sign`, and give its exit code and the rest."""
+def interrupted(code: str, sign: str, everyone: bool = False) -> tuple[int, str]:
+    """Run Python code, send SIGINT to it once it printed `sign`, and give its exit code and the rest of its output.
+
+    To it alone, or to `everyone` in its process group, as a terminal does.
+    """
     child = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     assert child.stdout is not None
     seen = []
@@ -219,7 +227,7 @@ def interrupted(code: str, sign: str) -> tuple[int, str]:
     else:
         pytest.fail("it ended before it could be interrupted:\n" + "".join(seen))
     time.sleep(1.0)  # into the step, past the line that announces it
-    child.send_signal(signal.SIGINT)
+    (os.killpg if everyone else os.kill)(child.pid, signal.SIGINT)
     rest, _ = child.communicate(timeout=60)
     return child.returncode, rest
 
@@ -246,8 +254,9 @@ def gone(name: str, seconds: float = 20.0) -> bool:
 HEAD = "from pathlib import Path\nfrom scripts.pipeline import containers, say\n"
 
 
+@pytest.mark.parametrize("everyone", [False, True], ids=["to us alone", "as from a terminal"])
 def test_ctrl_c_in_a_build_stops_it_and_leaves_no_tag_and_the_next_build_works(
-    engine: containers.ContainerEngine, tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: containers.ContainerEngine, tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, everyone: bool
 ) -> None:
     monkeypatch.setenv(containers.FORCE, str(engine.client))
     name = f"wait-{uuid.uuid4().hex[:8]}"
@@ -258,7 +267,7 @@ def test_ctrl_c_in_a_build_stops_it_and_leaves_no_tag_and_the_next_build_works(
         "say.main(lambda argv: containers.build(containers.find(), dockerfile=folder / 'Dockerfile', context=folder,\n"
         f"    tag={tag!r}, args={EPOCH!r}, target='slow') and None)"
     )
-    exit_code, rest = interrupted(code, f'RUN ["/{name}"]')
+    exit_code, rest = interrupted(code, f'RUN ["/{name}"]', everyone)
     assert exit_code == 130, rest
     assert "stopped by Ctrl-C" in rest and "Traceback" not in rest
     assert gone(f"/{name}"), "the build's step still runs"
