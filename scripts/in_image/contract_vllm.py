@@ -182,7 +182,7 @@ def _hidden_states(context: Context, layers: tuple[int, ...] | None) -> str:
         final, states = output
         require(len(states) == len(layers), f"{len(states)} states come for {len(layers)} layer ids")
         worst = (final - wanted[-1][0]).abs().max()
-        require(worst < TOLERANCE, f"the final hidden state of {length} tokens is not transformers': the bench is wrong")
+        require(worst < TOLERANCE, f"the model's last state is not transformers' for {length} tokens")
         for layer, state in zip(layers, states, strict=True):
             where = f"at layer id {layer}, {length} tokens"
             require(state.shape == wanted[layer][0].shape, f"the state {where} has shape {tuple(state.shape)}")
@@ -191,7 +191,7 @@ def _hidden_states(context: Context, layers: tuple[int, ...] | None) -> str:
             found = f"it is the input of layer {like[0]}" if like else "it is the input of no layer near"
             require(distance[layer] < TOLERANCE, f"wrong state {where}: {found}")
             near = min(distance[layer - 1], distance[layer + 1])
-            require(near > DISTINCT, f"the state {where} can't be told from a neighbour's: the bench is wrong")
+            require(near > DISTINCT, f"the state {where} can't be told from a neighbour's")
     lengths = ", ".join(map(str, LENGTHS))
     return f"ids {layers} equal transformers' hidden_states within {TOLERANCE}, prompts of {lengths} tokens, MLA and MoE"
 

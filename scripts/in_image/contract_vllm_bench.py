@@ -74,12 +74,29 @@ def _experts(out: Any, x: Any, w13: Any, w2: Any, _b13: Any, _b2: Any, weights: 
     out.copy_((each * weights[..., None].to(each.dtype)).sum(1))
 
 
+def _in_place(native: Any) -> Any:
+    """The engine's norm in torch, which writes into its inputs as the fused kernel on a GPU does.
+
+    So a state that was captured by reference is overwritten here, too.
+    """
+
+    def forward_native(self: Any, x: Any, residual: Any = None) -> Any:
+        if residual is None:
+            return native(self, x)
+        normed, total = native(self, x, residual)
+        return x.copy_(normed), residual.copy_(total)
+
+    return forward_native
+
+
 def _stand_in_for_kernels() -> None:
     """Put the torch versions where the engine calls a kernel that a CUDA wheel doesn't have for a CPU."""
     from vllm.model_executor.layers.attention import Attention, MLAAttention
+    from vllm.model_executor.layers.layernorm import RMSNorm
 
     MLAAttention.forward = _latent_forward
     Attention.forward = _plain_forward
+    RMSNorm.forward_native = _in_place(RMSNorm.forward_native)
     try:
         experts = import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe")
     except ModuleNotFoundError:
