@@ -156,7 +156,8 @@ def test_a_build_has_its_labels_its_id_and_the_same_layers_again(
     # Layers, because the config isn't the same with every builder: Docker 20.10 writes the time into it, and podman 4.3
     # the ids of its working containers (in Docker's format).
     build(engine, tmp_path, tag, args={**EPOCH, "WORD": "x y"}, no_cache=True, **more)
-    assert layers_of(engine, tag) == layers and len(layers) == 1
+    assert layers_of(engine, tag) == layers
+    assert len(layers) == 1
     context(tmp_path, dockerfile, say=says(b"another\n", 0))
     assert build(engine, tmp_path, tag, args={**EPOCH, "WORD": "x y"}, **more) != built
     assert layers_of(engine, tag) != layers
@@ -182,7 +183,10 @@ def test_a_failed_build_is_one_line_with_the_step_and_its_last_words(
         build(engine, tmp_path, tag)
     line = str(stop.value)
     assert "\n" not in line
-    assert tag in line and "RUN" in line and "/fail" in line and "E: no such thing" in line
+    assert tag in line
+    assert "RUN" in line
+    assert "/fail" in line
+    assert "E: no such thing" in line
     assert containers.image_id(engine, tag) is None
 
 
@@ -269,7 +273,8 @@ def test_ctrl_c_in_a_build_stops_it_and_leaves_no_tag_and_the_next_build_works(
     )
     exit_code, rest = interrupted(code, f'RUN ["/{name}"]', everyone)
     assert exit_code == 130, rest
-    assert "stopped by Ctrl-C" in rest and "Traceback" not in rest
+    assert "stopped by Ctrl-C" in rest
+    assert "Traceback" not in rest
     assert gone(f"/{name}"), "the build's step still runs"
     assert containers.image_id(engine, tag) is None
     assert build(engine, tmp_path, tag, target="quick") == containers.image_id(engine, tag)
@@ -293,7 +298,8 @@ def test_ctrl_c_in_a_run_leaves_no_container(
 
 def test_the_free_disk_is_a_number_and_a_need_beyond_it_is_one_line(engine: containers.ContainerEngine) -> None:
     free = containers.disk_free(engine)
-    assert free is not None and free > 0
+    assert free is not None
+    assert free > 0
     containers.require_disk(engine, 0.001)
     with pytest.raises(Stop, match=r"GB free and the build needs 1e\+06 GB: .*system prune") as stop:
         containers.require_disk(engine, 1e6)

@@ -177,7 +177,8 @@ def test_a_forced_client_that_does_not_work_is_an_error_though_another_would(
     docker(tmp_path / "b", buildkit=True)
     path(monkeypatch, tmp_path / "a", tmp_path / "b")
     monkeypatch.setenv(containers.FORCE, str(first))
-    assert "has no builder" in stop() and containers.FORCE in stop()
+    assert "has no builder" in stop()
+    assert containers.FORCE in stop()
     monkeypatch.setenv(containers.FORCE, str(tmp_path / "absent"))
     assert "can't be run: No such file or directory" in stop()
     monkeypatch.setenv(containers.FORCE, "podman")
@@ -192,14 +193,17 @@ def test_no_client_at_all_says_to_run_setup(tmp_path: Path, monkeypatch: pytest.
 def test_a_daemon_that_is_down_says_that_setup_starts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     docker(tmp_path, error=DOWN, buildkit=True)
     path(monkeypatch, tmp_path)
-    assert "finds no daemon at unix:///run/d.sock" in stop() and stop().endswith("run `nox -s setup`, which starts it")
+    assert "finds no daemon at unix:///run/d.sock" in stop()
+    assert stop().endswith("run `nox -s setup`, which starts it")
 
 
 def test_a_socket_that_may_not_be_used_says_to_join_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     docker(tmp_path / "a", error=DENIED)
     docker(tmp_path / "b", error=DOWN)
     path(monkeypatch, tmp_path / "a", tmp_path / "b")
-    assert "permission denied" in stop() and "join the group docker" in stop() and "nox" not in stop()
+    assert "permission denied" in stop()
+    assert "join the group docker" in stop()
+    assert "nox" not in stop()
 
 
 def test_a_client_without_a_builder_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +218,9 @@ def test_a_remote_daemon_without_an_answer_is_not_a_matter_of_setup(
 ) -> None:
     docker(tmp_path, error="error during connect: exit status 255", host="ssh://far")
     path(monkeypatch, tmp_path)
-    assert "no answer from the daemon at ssh://far" in stop() and "DOCKER_HOST" in stop() and "nox" not in stop()
+    assert "no answer from the daemon at ssh://far" in stop()
+    assert "DOCKER_HOST" in stop()
+    assert "nox" not in stop()
 
 
 def test_a_podman_that_does_not_work_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,7 +410,8 @@ def test_ctrl_c_ends_the_client_even_where_it_ignores_the_signal(tmp_path: Path,
     os.kill(pid, 0)
     job.send_signal(signal.SIGINT)
     _, errors = job.communicate(timeout=20)
-    assert job.returncode == 130 and "Traceback" not in errors
+    assert job.returncode == 130
+    assert "Traceback" not in errors
     time.sleep(0.1)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
