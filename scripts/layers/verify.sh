@@ -1,14 +1,10 @@
-# verify.sh: put the image's own tools in place, then hold the image against them. Both records stay in the image.
+# verify.sh: put the image's own tools in place, then hold the engine against the contract. The record stays in the image.
 set -eu
 export HOME=/tmp TMPDIR=/tmp
 tools=/opt/kimi-eagle3
 cp /dev/shm/release.json /dev/shm/base.json "$tools/"
 cp -r /dev/shm/in_image "$tools/in_image"
 chmod -R u=rwX,go=rX "$tools"
-python3 "$tools/in_image/coverage.py" --release "$tools/release.json" --json > "$tools/coverage.json" || {
-    python3 "$tools/in_image/coverage.py" --release "$tools/release.json" | grep -v 'no GPU code'
-    exit 1
-}
 python3 "$tools/in_image/contract.py" --json > "$tools/contract.json" || {
     cat "$tools/contract.json"
     exit 1

@@ -62,8 +62,11 @@ def recipe(debian: pins.Debian, epoch: int, out: Path, include: tuple[str, ...] 
 
 def installed(status: str) -> list[str]:
     """`name=version`, sorted, of each package in a dpkg status file."""
-    fields = [dict(line.split(": ", 1) for line in block.splitlines() if line.startswith(("Package: ", "Version: ")))
-              for block in status.split("\n\n") if block.strip()]
+    fields = [
+        dict(line.split(": ", 1) for line in block.splitlines() if line.startswith(("Package: ", "Version: ")))
+        for block in status.split("\n\n")
+        if block.strip()
+    ]
     return sorted(f"{field['Package']}={field['Version']}" for field in fields)
 
 
@@ -102,8 +105,8 @@ def _bootstrap(all_pins: pins.Pins, locked: set[str]) -> Path:
         moved = sorted(set(installed(Path(tmp, "status").read_text())) - locked)
         if moved:
             raise say.Stop(
-                f"the Debian mirror has moved on from locks/debian.txt ({', '.join(moved[:3])}...): run `nox -s lock -- "
-                f"debian`, or set DEBIAN_MIRROR to an archive of {all_pins.debian.snapshot}"
+                f"the Debian mirror has moved on from locks/debian.txt ({', '.join(moved[:3])}...): "
+                f"run `nox -s lock -- debian`, or set DEBIAN_MIRROR to an archive of {all_pins.debian.snapshot}"
             )
         out.replace(tarball)
     return tarball
@@ -116,8 +119,13 @@ def _import(engine: containers.ContainerEngine, all_pins: pins.Pins, tarball: Pa
         with tempfile.TemporaryDirectory(dir=tarball.parent) as tmp:
             os.link(tarball, Path(tmp, "base.tar"))
             Path(tmp, "Dockerfile").write_text("FROM scratch\nADD base.tar /\n")
-            containers.build(engine, dockerfile=Path(tmp, "Dockerfile"), context=Path(tmp), tag=reference,
-                             args={"SOURCE_DATE_EPOCH": str(all_pins.source_date_epoch)})
+            containers.build(
+                engine,
+                dockerfile=Path(tmp, "Dockerfile"),
+                context=Path(tmp),
+                tag=reference,
+                args={"SOURCE_DATE_EPOCH": str(all_pins.source_date_epoch)},
+            )
     return Base("bootstrapped", reference, digest)
 
 

@@ -31,7 +31,7 @@ REBUILD_GB = 2
 
 @dataclass(frozen=True)
 class Step:
-    """One call of the builder: the stage it ends at, the tag that the result gets, and whether it may use the network."""
+    """One call of the builder: the stage it ends at, the tag of its result, and whether it may use the network."""
 
     target: str
     tag: str
@@ -55,20 +55,26 @@ def check_locks(release: pins.Release) -> None:
         (release.package, release.version, own, release.lock),
     ):
         if where.get(name) != version:
-            raise say.Stop(f"locks/{path.name} has {name} {where.get(name, 'not at all')}, pins.toml has {version}: "
-                           "run `nox -s lock`")
+            raise say.Stop(
+                f"locks/{path.name} has {name} {where.get(name, 'not at all')}, pins.toml has {version}: "
+                "run `nox -s lock`"
+            )
     both = sorted(set(stack) & set(own))
     if both:
-        raise say.Stop(f"locks/{release.lock.name} installs again what locks/{release.torch.lock.name} has "
-                       f"({', '.join(both[:3])}): run `nox -s lock`")
+        raise say.Stop(
+            f"locks/{release.lock.name} installs again what locks/{release.torch.lock.name} has "
+            f"({', '.join(both[:3])}): run `nox -s lock`"
+        )
 
 
 def check_series(release: pins.Release) -> None:
     """Raises Stop, before anything is downloaded, where the series of a release isn't whole. It is applied later."""
     errors = series.lint(series.load(release.series), release.version)
     if errors:
-        raise say.Stop(f"patches/{release.engine}/{release.version}/{errors[0]}"
-                       + (f" (and {len(errors) - 1} more: `nox -s check-patches`)" if errors[1:] else ""))
+        raise say.Stop(
+            f"patches/{release.engine}/{release.version}/{errors[0]}"
+            + (f" (and {len(errors) - 1} more: `nox -s check-patches`)" if errors[1:] else "")
+        )
 
 
 def prepare_context(all_pins: pins.Pins, release: pins.Release, origin: base.Base) -> Path:
@@ -79,8 +85,12 @@ def prepare_context(all_pins: pins.Pins, release: pins.Release, origin: base.Bas
     with tempfile.TemporaryDirectory(dir=context.parent) as tmp:
         new = Path(tmp, "context")
         (new / "locks").mkdir(parents=True)
-        for name, source in (("debian", base.LOCK), ("tools", pins.ROOT / "locks" / "tools.txt"),
-                             ("torch", release.torch.lock), ("engine", release.lock)):
+        for name, source in (
+            ("debian", base.LOCK),
+            ("tools", pins.ROOT / "locks" / "tools.txt"),
+            ("torch", release.torch.lock),
+            ("engine", release.lock),
+        ):
             shutil.copyfile(source, new / "locks" / f"{name}.txt")
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(release.series, new / "series")
@@ -88,8 +98,15 @@ def prepare_context(all_pins: pins.Pins, release: pins.Release, origin: base.Bas
         shutil.copytree(scripts / "layers", new / "layers")
         (new / "base.json").write_text(json.dumps(asdict(origin), indent=1, sort_keys=True) + "\n")
         subprocess.run(
-            [sys.executable, scripts / "in_image" / "release.py", pins.PINS, release.engine, release.version,
-             release.variant, new / "release.json"],
+            [
+                sys.executable,
+                scripts / "in_image" / "release.py",
+                pins.PINS,
+                release.engine,
+                release.version,
+                release.variant,
+                new / "release.json",
+            ],
             check=True,
         )
         shutil.rmtree(context, ignore_errors=True)
@@ -98,15 +115,24 @@ def prepare_context(all_pins: pins.Pins, release: pins.Release, origin: base.Bas
 
 
 def _git_revision() -> str:
-    done = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], cwd=pins.ROOT,
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+        cwd=pins.ROOT,
+        capture_output=True,
+        text=True,
+    )
     return done.stdout.strip() or "unknown"
+
+
+def unpatched(all_pins: pins.Pins, release: pins.Release) -> str:
+    """The reference of the engine as published, in the same layers: what the series goes on."""
+    return f"{all_pins.image_name}-{release.engine}-unpatched:{release.tag}"
 
 
 def steps(all_pins: pins.Pins, release: pins.Release, origin: base.Base) -> tuple[Step, Step]:
     """The two calls of the builder that make an image."""
     image = all_pins.image(release)
-    unpatched = image.replace(f"{release.engine}:", f"{release.engine}-unpatched:")
+    engine_image = unpatched(all_pins, release)
     args = {"SOURCE_DATE_EPOCH": str(all_pins.source_date_epoch), "BASE_IMAGE": origin.reference}
     labels = {
         "org.opencontainers.image.title": f"{release.engine} with the Kimi-K2.5 EAGLE-3 patches",
@@ -120,8 +146,8 @@ def steps(all_pins: pins.Pins, release: pins.Release, origin: base.Base) -> tupl
         "kimi-eagle3.lock.engine": sha256(release.lock),
     }
     return (
-        Step("engine", unpatched, args, {"kimi-eagle3.base": origin.kind}, "default"),
-        Step("verified", image, {**args, "ENGINE_IMAGE": unpatched}, labels, "none"),
+        Step("engine", engine_image, args, {"kimi-eagle3.base": origin.kind}, "default"),
+        Step("verified", image, {**args, "ENGINE_IMAGE": engine_image}, labels, "none"),
     )
 
 
@@ -148,8 +174,13 @@ def what(release: pins.Release, context: Path, step: Step, given: dict[str, Path
     }  # fmt: skip
 
 
-def build(engine: containers.ContainerEngine, all_pins: pins.Pins, release: pins.Release, origin: base.Base,
-          no_cache: bool = False) -> str:
+def build(
+    engine: containers.ContainerEngine,
+    all_pins: pins.Pins,
+    release: pins.Release,
+    origin: base.Base,
+    no_cache: bool = False,
+) -> str:
     """Build one image and return its reference. Raises Stop, with no tag left, where any stage fails."""
     context = prepare_context(all_pins, release, origin)
     first, second = steps(all_pins, release, origin)
@@ -165,15 +196,24 @@ def build(engine: containers.ContainerEngine, all_pins: pins.Pins, release: pins
 def job(argv: list[str]) -> None:
     """Build the images that the arguments choose, and show the contract of each."""
     engine_name, *rest = argv
-    parser = argparse.ArgumentParser(prog=f"nox -s build-{engine_name} --", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=f"nox -s build-{engine_name} --", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--version", help="the engine's version (default: the release that pins.toml marks)")
-    parser.add_argument("--variant", choices=("cuda", "cpu"), default="cuda",
-                        help="cuda (default), or cpu: the twin, which runs the engine where there is no GPU")
+    parser.add_argument(
+        "--variant",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cuda (default), or cpu: the twin, which runs the engine where there is no GPU",
+    )
     parser.add_argument("--all", action="store_true", help="every release of the engine, in every variant")
-    parser.add_argument("--base", choices=base.CHOICES, default="auto",
-                        help="the base: registry (Debian's image by digest), bootstrap (from packages), or auto "
-                             "(default): bootstrap only where the registry can't be reached")
+    parser.add_argument(
+        "--base",
+        choices=base.CHOICES,
+        default="auto",
+        help="the base: registry (Debian's image by digest), bootstrap (from packages), or auto "
+        "(default): bootstrap only where the registry can't be reached",
+    )
     parser.add_argument("--no-cache", action="store_true", help="build every layer anew")
     parser.add_argument("--print", action="store_true", help="prepare the context, show the commands, build nothing")
     options = parser.parse_args(rest)
@@ -197,8 +237,10 @@ def job(argv: list[str]) -> None:
         image = build(engine, all_pins, release, origin, options.no_cache)
         say.step(f"{image}: what it is")
         print(containers.run(engine, image, ["about"])[1])
-        say.step(f"ready: {image}\n    serve:  docker run --gpus all --ipc=host -p 8000:8000 -v kimi-cache:/cache {image}"
-                 f"\n    check:  docker run --rm {image} contract")
+        say.step(
+            f"ready: {image}\n    serve:  docker run --gpus all --ipc=host -p 8000:8000 -v kimi-cache:/cache {image}"
+            f"\n    check:  docker run --rm {image} contract"
+        )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from scripts.pipeline import base, pins, say
@@ -28,8 +30,9 @@ def packages(lock: Path) -> dict[str, str]:
         raise say.Stop(f"{lock.name} is missing in locks/: run `nox -s lock`") from None
 
 
-def compile_lock(all_pins: pins.Pins, requirements: list[str], out: Path, on: Path | None = None,
-                 override: tuple[str, ...] = ()) -> None:
+def compile_lock(
+    all_pins: pins.Pins, requirements: list[str], out: Path, on: Path | None = None, override: tuple[str, ...] = ()
+) -> None:
     """Resolve `requirements` into `out`, on top of the lock `on` and without what it holds already.
 
     What an engine asks for must agree with the stack, but for the packages named in `override`, where the
@@ -65,18 +68,20 @@ def job(argv: list[str]) -> None:
     all_pins = pins.load()
     if shutil.which("uv") is None:
         raise say.Stop("uv is not on the PATH: run this as `nox -s lock`, which installs it")
-    jobs = {"tools": lambda: compile_lock(all_pins, [all_pins.installer], pins.ROOT / "locks" / "tools.txt")}
+    locks = pins.ROOT / "locks"
+    jobs: dict[str, Callable[[], None]] = {
+        "tools": partial(compile_lock, all_pins, [all_pins.installer], locks / "tools.txt")
+    }
     for torch in {r.torch.version: r.torch for r in all_pins.releases}.values():
-        jobs[torch.lock.stem] = lambda t=torch: compile_lock(all_pins, list(t.requirements), t.lock)
+        jobs[torch.lock.stem] = partial(compile_lock, all_pins, list(torch.requirements), torch.lock)
     for r in all_pins.releases:
-        jobs[r.lock.stem] = lambda r=r: compile_lock(
-            all_pins, [f"{r.package}=={r.version}"], r.lock, on=r.torch.lock, override=r.override
-        )
-    jobs["debian"] = lambda: base.lock(all_pins)
+        wanted = [f"{r.package}=={r.version}"]
+        jobs[r.lock.stem] = partial(compile_lock, all_pins, wanted, r.lock, on=r.torch.lock, override=r.override)
+    jobs["debian"] = partial(base.lock, all_pins)
     unknown = set(only) - set(jobs)
     if unknown:
         raise say.Stop(f"no such lock: {', '.join(sorted(unknown))}; there are {', '.join(jobs)}")
-    (pins.ROOT / "locks").mkdir(exist_ok=True)
+    locks.mkdir(exist_ok=True)
     for name, write in jobs.items():
         if not only or name in only:
             with say.timed(f"lock {name}"):

@@ -142,7 +142,9 @@ def _parse(data: dict[str, Any]) -> Pins:
         common = (torch[r["torch"]], drafters[r["drafter"]], r.get("default", False))
         releases.append(Release(r["engine"], r["version"], "cuda", r["engine"], (), *common))
         if "cpu" in r:
-            releases.append(Release(r["engine"], r["version"], "cpu", r["cpu"]["package"], tuple(r["cpu"]["override"]), *common))
+            releases.append(
+                Release(r["engine"], r["version"], "cpu", r["cpu"]["package"], tuple(r["cpu"]["override"]), *common)
+            )
     debian = data["debian"]
     if not re.fullmatch(r"\S+@sha256:[0-9a-f]{64}", debian["image"]):
         raise Stop(f"debian.image {debian['image']!r} is not pinned: write NAME:TAG@sha256:<64 hex digits>")

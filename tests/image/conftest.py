@@ -30,7 +30,9 @@ def registry_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if found := shutil.which("docker-registry"):
         return Path(found)
     folder = tmp_path_factory.mktemp("registry-program")
-    subprocess.run(["apt-get", "download", "-qq", "-o", "APT::Sandbox::User=root", "docker-registry"], cwd=folder, check=True)
+    subprocess.run(
+        ["apt-get", "download", "-qq", "-o", "APT::Sandbox::User=root", "docker-registry"], cwd=folder, check=True
+    )
     subprocess.run(["dpkg-deb", "-x", next(folder.glob("*.deb")), folder], check=True)
     return folder / "usr/bin/docker-registry"
 

@@ -41,9 +41,11 @@ def test_the_registry_is_preferred_and_gives_the_very_digest(engine: containers.
         api.images.remove(pushed)
 
 
-def test_a_digest_that_does_not_exist_is_an_error_and_never_replaced(engine: containers.ContainerEngine, pushed: str) -> None:
+def test_a_digest_that_does_not_exist_is_an_error_and_never_replaced(
+    engine: containers.ContainerEngine, pushed: str
+) -> None:
     wrong = pushed.rpartition(":")[0] + ":" + "0" * 64
-    with pytest.raises(Stop, match="the registry has no .*debian.image"):
+    with pytest.raises(Stop, match=r"the registry has no .*debian.image"):
         base.resolve(engine, with_image(wrong))
 
 
@@ -56,7 +58,7 @@ def test_without_the_registry_the_base_is_bootstrapped_and_says_so(
 
 
 def test_the_registry_can_be_forced(engine: containers.ContainerEngine) -> None:
-    with pytest.raises(Stop, match="can't be reached.*try --base bootstrap"):
+    with pytest.raises(Stop, match=r"can't be reached.*try --base bootstrap"):
         base.resolve(engine, with_image(NOWHERE), "registry")
 
 
@@ -66,7 +68,9 @@ def test_the_bootstrap_can_be_forced(engine: containers.ContainerEngine, pushed:
 
 def test_what_was_bootstrapped_is_what_the_lock_lists(engine: containers.ContainerEngine, origin: base.Base) -> None:
     base.resolve(engine, PINS, "bootstrap")
-    code, status = containers.run(engine, base.resolve(engine, PINS, "bootstrap").reference, ["cat", "/var/lib/dpkg/status"])
+    code, status = containers.run(
+        engine, base.resolve(engine, PINS, "bootstrap").reference, ["cat", "/var/lib/dpkg/status"]
+    )
     assert code == 0
     packages = set(base.installed(status))
     assert len(packages) > 50
@@ -89,10 +93,12 @@ def test_a_mirror_that_has_moved_on_is_named_and_nothing_is_kept(
     assert not list((tmp_path / "kimi-eagle3" / "base").iterdir())
 
 
-def test_no_mirror_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: containers.ContainerEngine) -> None:
+def test_no_mirror_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: containers.ContainerEngine
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("DEBIAN_MIRROR", "http://127.0.0.1:1/debian")
-    with pytest.raises(Stop, match="mmdebstrap failed: .*is the Debian mirror reachable") as stop:
+    with pytest.raises(Stop, match=r"mmdebstrap failed: .*is the Debian mirror reachable") as stop:
         base.resolve(engine, PINS, "bootstrap")
     assert "\n" not in str(stop.value)
 

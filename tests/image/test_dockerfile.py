@@ -33,7 +33,9 @@ def write_series(folder: Path, six: bytes, new: str = NEW) -> None:
     (folder / "series").write_text("# test\n0001-version.patch\n")
     (folder / "0001-version.patch").write_text(header + diff)
     after = six.replace(OLD.encode(), new.encode())
-    (folder / "tree").write_text(f"# test\nsix.py {hashlib.sha256(six).hexdigest()} {hashlib.sha256(after).hexdigest()}\n")
+    (folder / "tree").write_text(
+        f"# test\nsix.py {hashlib.sha256(six).hexdigest()} {hashlib.sha256(after).hexdigest()}\n"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +70,16 @@ def clean(engine: containers.ContainerEngine) -> Iterator[None]:
     subprocess.run([engine.client, "image", "rm", "--force", TAG, f"{TAG}-engine"], capture_output=True)
 
 
-def make(engine: containers.ContainerEngine, origin: base.Base, context: Path, secrets: dict[str, Path] | None = None) -> None:
+def make(
+    engine: containers.ContainerEngine, origin: base.Base, context: Path, secrets: dict[str, Path] | None = None
+) -> None:
     """Build up to `patched` as the pipeline does: the engine with the network, the rest without."""
     args = {"SOURCE_DATE_EPOCH": str(PINS.source_date_epoch), "BASE_IMAGE": origin.reference}
     common = {"dockerfile": pins.ROOT / "Dockerfile.vllm", "context": context}
     with build.secrets() as given:
-        containers.build(engine, **common, tag=f"{TAG}-engine", target="engine", args=args, secrets=given | (secrets or {}))
+        containers.build(
+            engine, **common, tag=f"{TAG}-engine", target="engine", args=args, secrets=given | (secrets or {})
+        )
     args["ENGINE_IMAGE"] = f"{TAG}-engine"
     containers.build(engine, **common, tag=TAG, target="patched", args=args, network="none")
 
@@ -83,7 +89,9 @@ def layers(engine: containers.ContainerEngine, tag: str = TAG) -> list[str]:
         return list(api.images.get(tag).attrs["RootFS"]["Layers"])
 
 
-def test_the_patched_file_is_the_one_that_runs(engine: containers.ContainerEngine, origin: base.Base, context: Path) -> None:
+def test_the_patched_file_is_the_one_that_runs(
+    engine: containers.ContainerEngine, origin: base.Base, context: Path
+) -> None:
     make(engine, origin, context)
     program = "import six, markupsafe; print(six.__version__, six.__cached__ is not None)"
     assert containers.run(engine, TAG, ["python3", "-c", program]) == (0, "patched True\n")
@@ -123,7 +131,12 @@ def test_a_reverted_patch_gives_the_same_layers_again(
         ("locks/engine.txt", "sha256:", "sha256:0", "(?i)hash"),
         ("series/0001-version.patch", "+__version__", "+__versiom__", r"six\.py"),
         ("series/tree", "six.py ", "six.py 0", "tree|six"),
-        ("locks/debian.txt", "ca-certificates=", "ca-certificates=9", "locks/debian.txt|no longer served|ca-certificates"),
+        (
+            "locks/debian.txt",
+            "ca-certificates=",
+            "ca-certificates=9",
+            "locks/debian.txt|no longer served|ca-certificates",
+        ),
     ],
 )
 def test_a_tampered_input_fails_by_name_and_leaves_no_tag(

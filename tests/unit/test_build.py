@@ -37,7 +37,7 @@ def test_a_lock_of_another_version_is_refused_before_anything_is_built() -> None
 
 
 def test_a_missing_lock_is_refused_by_name() -> None:
-    with pytest.raises(Stop, match="vllm-0.0.1.txt is missing in locks/: run `nox -s lock`"):
+    with pytest.raises(Stop, match=r"vllm-0.0.1.txt is missing in locks/: run `nox -s lock`"):
         build.check_locks(dataclasses.replace(RELEASE, version="0.0.1"))
 
 
@@ -49,14 +49,26 @@ def test_a_series_that_is_not_whole_is_refused_by_the_name_of_its_file(tmp_path:
     class Elsewhere(pins.Release):
         series = folder
 
-    with pytest.raises(Stop, match="stray.patch"):
+    with pytest.raises(Stop, match=r"stray.patch"):
         build.check_series(Elsewhere(**vars(RELEASE)))
 
 
 def test_the_context_holds_this_release_alone_under_fixed_names() -> None:
     context = build.prepare_context(PINS, RELEASE, ORIGIN)
-    assert sorted(p.name for p in context.iterdir()) == ["base.json", "in_image", "layers", "locks", "release.json", "series"]
-    assert sorted(p.name for p in (context / "locks").iterdir()) == ["debian.txt", "engine.txt", "tools.txt", "torch.txt"]
+    assert sorted(p.name for p in context.iterdir()) == [
+        "base.json",
+        "in_image",
+        "layers",
+        "locks",
+        "release.json",
+        "series",
+    ]
+    assert sorted(p.name for p in (context / "locks").iterdir()) == [
+        "debian.txt",
+        "engine.txt",
+        "tools.txt",
+        "torch.txt",
+    ]
     assert (context / "locks/engine.txt").read_bytes() == RELEASE.lock.read_bytes()
     assert json.loads((context / "release.json").read_text())["version"] == "0.16.0"
     assert json.loads((context / "base.json").read_text())["kind"] == "bootstrapped"
@@ -81,7 +93,9 @@ def test_the_engine_is_built_with_the_network_and_the_rest_without_it_and_withou
 def test_the_series_label_is_the_hash_that_the_image_records() -> None:
     listing = subprocess.run(
         ["sha256sum", "series", *series.entries((RELEASE.series / "series").read_bytes()), "tree"],
-        cwd=RELEASE.series, capture_output=True, check=True,
+        cwd=RELEASE.series,
+        capture_output=True,
+        check=True,
     )
     label = build.steps(PINS, RELEASE, ORIGIN)[1].labels["kimi-eagle3.series"]
     assert label == hashlib.sha256(listing.stdout).hexdigest()

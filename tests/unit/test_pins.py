@@ -34,9 +34,13 @@ def test_each_release_has_its_lock_its_stack_and_its_series() -> None:
         assert (release.series / "series").is_file() and (release.series / "tree").is_file()
 
 
-@pytest.mark.parametrize(("engine", "version", "variant"), [("vllm", "9.9.9", "cuda"), ("vllm", "0.16.0", "cpu"), ("x", None, "cuda")])
-def test_an_unknown_release_is_one_line_that_names_what_there_is(engine: str, version: str | None, variant: str) -> None:
-    with pytest.raises(Stop, match="pins.toml has no release.*it has: ") as stop:
+@pytest.mark.parametrize(
+    ("engine", "version", "variant"), [("vllm", "9.9.9", "cuda"), ("vllm", "0.16.0", "cpu"), ("x", None, "cuda")]
+)
+def test_an_unknown_release_is_one_line_that_names_what_there_is(
+    engine: str, version: str | None, variant: str
+) -> None:
+    with pytest.raises(Stop, match=r"pins.toml has no release.*it has: ") as stop:
         pins.load().release(engine, version, variant)
     assert "\n" not in str(stop.value)
 
