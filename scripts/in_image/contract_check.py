@@ -108,7 +108,8 @@ def compiler(context: Context) -> str:
     include = sysconfig.get_path("include")
     _compile([cc, "-shared", "-fPIC", f"-I{include}", "probe.c", "-o", "probe.so"], work)
     spec = importlib.util.spec_from_file_location("probe", work / "probe.so")
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise Unmet("the extension that was built can't be imported")
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     if not context.release.get("nvcc"):
         return "C with Python.h"
@@ -120,8 +121,8 @@ def compiler(context: Context) -> str:
 
 FIRST = (
     Check("version", version, "build the image again from pins.toml; nothing may be installed over the engine"),
-    Check("tree", tree, "apply the series to the pristine wheel again, or write `tree` again after a change of a patch"),
+    Check("tree", tree, "apply the series to the pristine wheel again (or write `tree` again after a patch changed)"),
 )
 LAST = (
-    Check("compiler", compiler, "put gcc, libc6-dev and Python's headers (and nvcc of the stack under CUDA_HOME) in the image"),
+    Check("compiler", compiler, "put gcc, libc6-dev, Python's headers (and nvcc, under CUDA_HOME) in the image"),
 )

@@ -9,9 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
 HIDDEN = 64
 VOCAB = 128
 LAYERS = 9
@@ -169,11 +166,13 @@ def _llama_attention() -> Shapes:
     yield "midlayer.self_attn.o_proj.weight", (HIDDEN, HIDDEN)
 
 
-def _random(shapes: Shapes, seed: int) -> dict[str, torch.Tensor]:
+def _random(shapes: Shapes, seed: int) -> dict[str, Any]:
     """Weights that keep each layer's contribution as large as the residual: a wrong layer can't hide.
 
     Norms are never the identity, so a state taken behind a norm is another state.
     """
+    import torch  # here, as an engine must be prepared before torch is imported
+
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in shapes:
@@ -185,7 +184,9 @@ def _random(shapes: Shapes, seed: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _write(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
+def _write(folder: Path, config: dict[str, Any], weights: dict[str, Any]) -> Path:
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     if weights:
