@@ -94,8 +94,8 @@ class Engine:
         assert any(name.startswith(without) for name in names)
         for name in names:
             command = ["patch", "-p1", "--no-backup-if-mismatch", "-i", series / name]
-            fits = subprocess.run([*command, "--dry-run", "--force"], cwd=self.root, capture_output=True).returncode == 0
-            if fits and not name.startswith(without):
+            trial = subprocess.run([*command, "--dry-run", "--force"], cwd=self.root, capture_output=True)
+            if trial.returncode == 0 and not name.startswith(without):
                 subprocess.run(command, cwd=self.root, check=True, capture_output=True)
 
     def contract(self, *arguments: str, before: tuple[str, ...] = (), **options: Any) -> str:
