@@ -86,7 +86,7 @@ def tree(context: Context) -> str:
 
 _C = '#include <Python.h>\nstatic struct PyModuleDef def = {PyModuleDef_HEAD_INIT, "probe", 0, -1, 0};\n'
 _C += "PyMODINIT_FUNC PyInit_probe(void) { return PyModule_Create(&def); }\n"
-_CU = "__global__ void probe(int *x) { *x = 1; }\nint main() { int *p = 0; cudaMalloc(&p, 4); probe<<<1, 1>>>(p); }\n"
+_CU = "__global__ void probe(int *x) { *x = 1; }\nvoid run() { int *p = 0; cudaMalloc(&p, 4); probe<<<1, 1>>>(p); }\n"
 
 
 def _compile(command: list[str], work: Path) -> None:
@@ -115,8 +115,12 @@ def compiler(context: Context) -> str:
         return "C with Python.h"
     home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"  # where FlashInfer and torch look, too
     (work / "probe.cu").write_text(_CU)
-    _compile([f"{home}/bin/nvcc", "-arch=sm_120", "probe.cu", "-lcudart", "-o", "probe"], work)
-    return "C with Python.h; nvcc for sm_120"
+    arch = context.release.get("arch")
+    require(arch, "release.json names no GPU architecture (arch)")
+    # As FlashInfer does it: a library, linked with the driver's, for which the toolkit has a stub.
+    flags = ["-shared", "-Xcompiler", "-fPIC", f"-L{home}/lib64", f"-L{home}/lib64/stubs", "-lcudart", "-lcuda"]
+    _compile([f"{home}/bin/nvcc", f"-arch={arch}", "probe.cu", *flags, "-o", "probe_cuda.so"], work)
+    return f"C with Python.h; nvcc for {arch}"
 
 
 FIRST = (

@@ -45,9 +45,9 @@ def placeholder_token(context: Context) -> str:
 
 def config_type(context: Context) -> str:
     """A drafter whose config.json says kimi_k2 has a config."""
+    folder = bench(context).drafter("kimi_k2")
     from vllm.transformers_utils.config import get_config
 
-    folder = bench(context).drafter("kimi_k2")
     try:
         config = get_config(str(folder), trust_remote_code=False)
     except ValueError as error:

@@ -177,4 +177,4 @@ def test_a_compiler_without_headers_is_seen(tmp_path: Path, monkeypatch: pytest.
 def test_a_missing_nvcc_is_named_where_the_release_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     with pytest.raises(Unmet, match="cuda/bin/nvcc is not there"):
-        contract_check.compiler(context(tmp_path, nvcc=True))
+        contract_check.compiler(context(tmp_path, nvcc=True, arch="sm_120"))
