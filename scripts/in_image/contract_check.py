@@ -127,6 +127,4 @@ FIRST = (
     Check("version", version, "build the image again from pins.toml; nothing may be installed over the engine"),
     Check("tree", tree, "apply the series to the pristine wheel again (or write `tree` again after a patch changed)"),
 )
-LAST = (
-    Check("compiler", compiler, "put gcc, libc6-dev, Python's headers (and nvcc, under CUDA_HOME) in the image"),
-)
+LAST = (Check("compiler", compiler, "put gcc, libc6-dev, Python's headers (and nvcc, under CUDA_HOME) in the image"),)
