@@ -10,7 +10,7 @@ import sys
 
 from scripts.pipeline import base, build, containers, pins, say
 
-TOOLS = ("pytest",)
+TOOLS = ("pytest==9.2.0", "nvidia-cuda-cuobjdump==13.5.37")
 
 
 def job(argv: list[str]) -> None:
@@ -39,6 +39,7 @@ def job(argv: list[str]) -> None:
         say.step(f"{release.name}: tests/engine in {image}")
         env = {
             "PYTHONPATH": "/pytest:/repo",
+            "KIMI_EAGLE3_CUOBJDUMP": "/pytest/nvidia/cu13/bin/cuobjdump",
             f"KIMI_EAGLE3_VENV_{release.version.replace('.', '_')}": "/opt/venv/bin/python",
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
