@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from scripts.in_image import entrypoint
+from scripts.pipeline import pins
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERPRETERS = {
@@ -63,13 +64,11 @@ CASES: dict[str, list[str]] = {
 
 
 @pytest.fixture(scope="module", params=list(INTERPRETERS))
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def engine(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What the engine says, with `parsed` by the name of the case, and `release`."""
-    out = tmp_path_factory.mktemp("release") / "release.json"
     python = INTERPRETERS[request.param]
-    script = ROOT / "scripts" / "in_image" / "release.py"
-    subprocess.run([python, script, ROOT / "pins.toml", "vllm", request.param, "cuda", out], check=True)
-    release = json.loads(out.read_text())
+    all_pins = pins.load()
+    release = pins.record(all_pins, all_pins.release("vllm", request.param))
     plans = [entrypoint.plan(release, entrypoint.parse(case), {}) for case in CASES.values()]
     lines = json.dumps([plan.command[1:] for plan in plans])
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
