@@ -1,7 +1,7 @@
 """What the image passes to the engine, read by the real parser of each installed release.
 
-Needs KIMI_EAGLE3_VENV_0_16_0 or KIMI_EAGLE3_VENV_0_32_0 (or both): the Python interpreter of an environment that holds
-the release. No GPU: the parser only wants to know a platform, and gets the CPU's.
+Needs KIMI_EAGLE3_VENV_<version with underscores> of a pinned release: the Python interpreter of an environment that holds
+it. No GPU: the parser only wants to know a platform, and gets the CPU's.
 """
 
 import json
@@ -17,13 +17,13 @@ from scripts.pipeline import pins
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERPRETERS = {
-    version: os.environ[name]
-    for version in ("0.16.0", "0.32.0")
-    if os.environ.get(name := f"KIMI_EAGLE3_VENV_{version.replace('.', '_')}")
+    release.version: os.environ[name]
+    for release in pins.load().releases
+    if os.environ.get(name := f"KIMI_EAGLE3_VENV_{release.version.replace('.', '_')}")
 }
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(not INTERPRETERS, reason="no KIMI_EAGLE3_VENV_0_16_0 or KIMI_EAGLE3_VENV_0_32_0"),
+    pytest.mark.skipif(not INTERPRETERS, reason="no KIMI_EAGLE3_VENV_*"),
 ]
 # Reads command lines from standard input; writes what the engine's parser makes of each, null where it refuses.
 PARSE = """
