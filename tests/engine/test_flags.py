@@ -1,7 +1,7 @@
 """What the image passes to the engine, read by the real parser of each installed release.
 
-Needs KIMI_EAGLE3_VENV_<version with underscores> of a pinned release: the Python interpreter of an environment that holds
-it. No GPU: the parser only wants to know a platform, and gets the CPU's.
+Needs KIMI_EAGLE3_VENV_<version with underscores> of a pinned release: the Python interpreter of an environment that
+holds it. No GPU: the parser only wants to know a platform, and gets the CPU's.
 """
 
 import json
