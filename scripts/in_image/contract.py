@@ -150,6 +150,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         release = load_release(options.release)
         adapter = import_module(ADAPTERS[release["engine"]])
+        # All of our own modules are in. The engine must not find one of them by a name that it means otherwise:
+        # numba asks for a module `coverage`, and there is one in this folder.
+        sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
         checks = choose([*FIRST, *adapter.CHECKS, *LAST], options.only)
     except Unmet as unmet:
         print(f"error: {unmet}", file=sys.stderr)

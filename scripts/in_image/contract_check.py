@@ -86,7 +86,7 @@ def tree(context: Context) -> str:
 
 _C = '#include <Python.h>\nstatic struct PyModuleDef def = {PyModuleDef_HEAD_INIT, "probe", 0, -1, 0};\n'
 _C += "PyMODINIT_FUNC PyInit_probe(void) { return PyModule_Create(&def); }\n"
-_CU = "__global__ void probe(int *x) { *x = 1; }\nint main() { int *p = 0; cudaMalloc(&p, 4); probe<<<1, 1>>>(p); }\n"
+_CU = "__global__ void probe(int *x) { *x = 1; }\nvoid run() { int *p = 0; cudaMalloc(&p, 4); probe<<<1, 1>>>(p); }\n"
 
 
 def _compile(command: list[str], work: Path) -> None:
@@ -108,20 +108,23 @@ def compiler(context: Context) -> str:
     include = sysconfig.get_path("include")
     _compile([cc, "-shared", "-fPIC", f"-I{include}", "probe.c", "-o", "probe.so"], work)
     spec = importlib.util.spec_from_file_location("probe", work / "probe.so")
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise Unmet("the extension that was built can't be imported")
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     if not context.release.get("nvcc"):
         return "C with Python.h"
     home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"  # where FlashInfer and torch look, too
     (work / "probe.cu").write_text(_CU)
-    _compile([f"{home}/bin/nvcc", "-arch=sm_120", "probe.cu", "-lcudart", "-o", "probe"], work)
-    return "C with Python.h; nvcc for sm_120"
+    arch = context.release.get("arch")
+    require(arch, "release.json names no GPU architecture (arch)")
+    # As FlashInfer does it: a library, linked with the driver's, for which the toolkit has a stub.
+    flags = ["-shared", "-Xcompiler", "-fPIC", f"-L{home}/lib64", f"-L{home}/lib64/stubs", "-lcudart", "-lcuda"]
+    _compile([f"{home}/bin/nvcc", f"-arch={arch}", "probe.cu", *flags, "-o", "probe_cuda.so"], work)
+    return f"C with Python.h; nvcc for {arch}"
 
 
 FIRST = (
     Check("version", version, "build the image again from pins.toml; nothing may be installed over the engine"),
-    Check("tree", tree, "apply the series to the pristine wheel again, or write `tree` again after a change of a patch"),
+    Check("tree", tree, "apply the series to the pristine wheel again (or write `tree` again after a patch changed)"),
 )
-LAST = (
-    Check("compiler", compiler, "put gcc, libc6-dev and Python's headers (and nvcc of the stack under CUDA_HOME) in the image"),
-)
+LAST = (Check("compiler", compiler, "put gcc, libc6-dev, Python's headers (and nvcc, under CUDA_HOME) in the image"),)

@@ -7,14 +7,16 @@ engine's own CPU platform, so that a CUDA wheel works without a GPU), and two ke
 image processor is left out.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import tiny_models
+from contract_check import Context, Unmet
 
 MAX_LEN = 128
 DRAFT_TOKENS = 3
@@ -24,7 +26,7 @@ def _platform() -> Any:
     """The engine's CPU platform, which only picks attention backends that each wheel can build without a GPU."""
     from vllm.platforms.cpu import CpuPlatform
 
-    class BenchPlatform(CpuPlatform):
+    class BenchPlatform(CpuPlatform):  # type: ignore[misc]
         @classmethod
         def get_attn_backend_cls(cls, *args: Any, **named: Any) -> str:
             if any(getattr(value, "use_mla", False) for value in (*args, *named.values())):
@@ -35,7 +37,7 @@ def _platform() -> Any:
 
 
 def _causal(q: Any, k: Any, v: Any, scale: float) -> Any:
-    """Causal attention of one sequence. q, k: [tokens, heads, dim], v: [tokens, heads, dim_v] -> [tokens, heads * dim_v]."""
+    """Causal attention of one sequence. q, k: [tokens, heads, d], v: [tokens, heads, d_v] -> [tokens, heads * d_v]."""
     import torch
 
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
@@ -62,13 +64,15 @@ def _plain_forward(self: Any, query: Any, key: Any, value: Any, *_: Any, **__: A
     return _causal(q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), self.impl.scale)
 
 
-def _experts(out: Any, x: Any, w13: Any, w2: Any, _b13: Any, _b2: Any, weights: Any, ids: Any, *_: Any, **__: Any) -> None:
-    """The expert kernel: out += weight * down(silu(gate(x)) * up(x)) for each chosen expert.
+def _experts(out: Any, x: Any, w13: Any, w2: Any, _b13: Any, _b2: Any, *routed: Any, **_: Any) -> None:
+    """The expert kernel: out is the sum of weight * down(silu(gate(x)) * up(x)) over the chosen experts. No biases.
 
-    x, out: [tokens, hidden]; w13: [experts, 2 * inner, hidden]; w2: [experts, hidden, inner]; weights, ids: [tokens, k].
+    x, out: [tokens, hidden]; w13: [experts, 2 * inner, hidden]; w2: [experts, hidden, inner]; `routed` begins with the
+    weights and the ids of the chosen experts: [tokens, k] each.
     """
     import torch
 
+    weights, ids = routed[:2]
     gate, up = torch.einsum("th,tkih->tki", x, w13[ids]).chunk(2, dim=-1)
     each = torch.einsum("tki,tkhi->tkh", torch.nn.functional.silu(gate) * up, w2[ids])
     out.copy_((each * weights[..., None].to(each.dtype)).sum(1))
@@ -98,17 +102,33 @@ def _stand_in_for_kernels() -> None:
     Attention.forward = _plain_forward
     RMSNorm.forward_native = _in_place(RMSNorm.forward_native)
     try:
-        experts = import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe")
+        experts: Any = import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe")
     except ModuleNotFoundError:
         return  # this release computes them with torch by itself
     experts.cpu_prepack_moe_weight = lambda weight, isa: weight
     experts.cpu_fused_moe = _experts
 
 
+def _allow_images() -> None:
+    """Say yes where the engine asks whether the target takes images.
+
+    It would ask Kimi's image processor, which is code of the model's repository.
+    """
+    from vllm.config import ModelConfig
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    name = "supports_multimodal_inputs"
+    for holder, method in ((MULTIMODAL_REGISTRY, name), (ModelConfig, f"_{name}")):  # the one or the other, by release
+        if hasattr(holder, method):
+            setattr(holder, method, lambda config: config.is_multimodal_model)
+
+
 class Bench:
     """One engine process with a world of one, a real wrapper target around a real tiny language model, and drafters."""
 
     def __init__(self, work: Path) -> None:
+        if "vllm" in sys.modules:
+            raise Unmet("vllm is imported already: run the contract in a process of its own")
         import vllm.platforms
 
         vllm.platforms._current_platform = _platform()
@@ -116,6 +136,7 @@ class Bench:
         from vllm.model_executor.models import registry
 
         torch.set_num_threads(1)
+        _allow_images()
         registry._run_in_subprocess = lambda inspect: inspect()  # else each class costs another import of vllm
         self.work = work / "models"
         self.device = torch.device("cpu")
@@ -219,11 +240,8 @@ class Bench:
     def proposer(self, kind: str) -> Any:
         """The engine's real EagleProposer for a drafter, before it loads anything."""
         from vllm.config import set_current_vllm_config
-        from vllm.multimodal import MULTIMODAL_REGISTRY
         from vllm.v1.spec_decode.eagle import EagleProposer
 
-        # Kimi's image processor is code of its repository; the answer that it would lead to is yes.
-        MULTIMODAL_REGISTRY.supports_multimodal_inputs = lambda config: True
         self.wrapper  # noqa: B018  (the world and the target come first)
         config = self.vllm_config(self.drafter(kind))
         with set_current_vllm_config(config):
@@ -250,7 +268,7 @@ class Bench:
             if not known:
                 del config.image_token_index
 
-    @lru_cache(maxsize=None)  # noqa: B019  (there is one bench in a process)
+    @cache  # noqa: B019  (there is one bench in a process)
     def loaded(self, kind: str) -> Any:
         """A proposer with its drafter loaded beside the wrapper target."""
         proposer = self.proposer(kind)
@@ -276,6 +294,16 @@ class Bench:
         folder = tiny_models.write_reference(self.work / "reference")
         model = DeepseekV3ForCausalLM.from_pretrained(str(folder), attn_implementation="eager", dtype=torch.float32)
         return model.eval()
+
+
+@lru_cache(maxsize=1)
+def _bench(work: Path) -> Bench:
+    return Bench(work)
+
+
+def bench(context: Context) -> Bench:
+    """The engine of this process, made at the first call."""
+    return _bench(context.work)
 
 
 def prompt(length: int) -> Any:

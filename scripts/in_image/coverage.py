@@ -79,7 +79,7 @@ class Object:
 
 
 def _candidates(root: Path, required: list[str]) -> dict[Path, str]:
-    """Shared objects below `root`: real path -> path relative to `root`. A link counts only where its target doesn't."""
+    """Shared objects below `root`: real path -> path relative to `root`. A link counts where its target doesn't."""
     names: list[Path] = []
     for folder, _, files in os.walk(root):
         names += (Path(folder, name) for name in files)

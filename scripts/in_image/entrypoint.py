@@ -162,8 +162,10 @@ def speculation(release: Mapping[str, Any], asked: Asked, target: str) -> tuple[
         warnings.append(f"the drafter {repo} is UNPINNED: {pinned['unpinned']}. --drafter {repo}@COMMIT pins it")
     if target != release["target"]["repo"] and not asked.drafter:
         name = target or "the model of --config"
-        warnings.append(f"the drafter {repo} is for {release['target']['repo']}: if {name} is another model, hardly a"
-                        " draft is accepted and nothing fails; see --drafter and --no-speculation")
+        warnings.append(
+            f"the drafter {repo} is for {release['target']['repo']}: if {name} is another model, hardly a"
+            " draft is accepted and nothing fails; see --drafter and --no-speculation"
+        )
     return config, warnings
 
 
@@ -226,8 +228,10 @@ def gpu_trouble(dev: Path, driver: str, wanted: int) -> tuple[str, str]:
     except OSError:
         missing.append("driver library")
     if missing:
-        return (f"no NVIDIA {' and no '.join(missing)} in this container: run it with --gpus all, on a host with the"
-                " NVIDIA container toolkit (IMAGE contract, coverage and about need no GPU)"), ""
+        return (
+            f"no NVIDIA {' and no '.join(missing)} in this container: run it with --gpus all, on a host with the"
+            " NVIDIA container toolkit (IMAGE contract, coverage and about need no GPU)"
+        ), ""
     few = f"{len(cards)} GPUs are visible, and the defaults are for {wanted}: see --tensor-parallel-size"
     return "", few if 0 < len(cards) < wanted else ""
 
@@ -259,16 +263,20 @@ def preflight(release: Mapping[str, Any], asked: Asked, planned: Plan, env: Mapp
     caches += [] if env.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ["HF_HOME"]
     for name in caches:
         if env.get(name) and unwritable(Path(env[name])):
-            raise Refused(f"{name}={env[name]} can't be written by uid {os.getuid()}: mount a folder that it owns at"
-                          " /cache, or run with --user and the owner of the one that is mounted")
+            raise Refused(
+                f"{name}={env[name]} can't be written by uid {os.getuid()}: mount a folder that it owns at"
+                " /cache, or run with --user and the owner of the one that is mounted"
+            )
     hub = Path(env.get("HF_HOME") or "/cache/huggingface", "hub")
     target = release["target"]
     if target["repo"] in planned.models and not (hub / f"models--{target['repo'].replace('/', '--')}").exists():
         there = next(path for path in (hub, *hub.parents) if path.exists())
         free = shutil.disk_usage(there).free / 1e9
         if free < target["size_gb"]:
-            warnings.append(f"{target['repo']} takes {target['size_gb']} GB, and {there} has {free:.0f} GB free: mount"
-                            " a larger volume at /cache")
+            warnings.append(
+                f"{target['repo']} takes {target['size_gb']} GB, and {there} has {free:.0f} GB free: mount"
+                " a larger volume at /cache"
+            )
     return warnings
 
 

@@ -9,9 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
 HIDDEN = 64
 VOCAB = 128
 LAYERS = 9
@@ -38,22 +35,26 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
-TEXT: dict[str, Any] = COMMON | MLA | {
-    "num_hidden_layers": LAYERS,
-    "intermediate_size": 128,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": DENSE_LAYERS,
-    "moe_layer_freq": 1,
-    "n_routed_experts": EXPERTS,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.827,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-}
+TEXT: dict[str, Any] = (
+    COMMON
+    | MLA
+    | {
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": DENSE_LAYERS,
+        "moe_layer_freq": 1,
+        "n_routed_experts": EXPERTS,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.827,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+)
 VISION: dict[str, Any] = {
     "model_type": "kimi_k25_vision",
     "patch_size": 14,
@@ -90,22 +91,26 @@ DRAFTER: dict[str, Any] = COMMON | {
     "eagle_aux_hidden_state_layer_ids": [2, 4, 6],
 }
 LLAMA_DRAFTER = DRAFTER | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "head_dim": 16}
-MLA_DRAFTER = DRAFTER | MLA | {
-    "architectures": ["Eagle3DeepseekV2ForCausalLM"],
-    # Up to 0.33 at least, a drafter of model type deepseek_v3 is taken for the MTP layers of a target.
-    "model_type": "kimi_k2",
-    # Without YaRN the class of 0.18 to 0.27.1 fails on a plain rope; Kimi's drafters have YaRN anyway.
-    "rope_scaling": {
-        "type": "yarn",
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
-}
+MLA_DRAFTER = (
+    DRAFTER
+    | MLA
+    | {
+        "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+        # Up to 0.33 at least, a drafter of model type deepseek_v3 is taken for the MTP layers of a target.
+        "model_type": "kimi_k2",
+        # Without YaRN the class of 0.18 to 0.27.1 fails on a plain rope; Kimi's drafters have YaRN anyway.
+        "rope_scaling": {
+            "type": "yarn",
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    }
+)
 LLAMA_TARGET = COMMON | {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -169,11 +174,13 @@ def _llama_attention() -> Shapes:
     yield "midlayer.self_attn.o_proj.weight", (HIDDEN, HIDDEN)
 
 
-def _random(shapes: Shapes, seed: int) -> dict[str, torch.Tensor]:
+def _random(shapes: Shapes, seed: int) -> dict[str, Any]:
     """Weights that keep each layer's contribution as large as the residual: a wrong layer can't hide.
 
     Norms are never the identity, so a state taken behind a norm is another state.
     """
+    import torch  # here, as an engine must be prepared before torch is imported
+
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in shapes:
@@ -185,7 +192,9 @@ def _random(shapes: Shapes, seed: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _write(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
+def _write(folder: Path, config: dict[str, Any], weights: dict[str, Any]) -> Path:
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     if weights:

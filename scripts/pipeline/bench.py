@@ -20,7 +20,8 @@ PLAIN = """\
 FROM {base}
 COPY locks /locks
 RUN --mount=type=secret,id=ca,target=/dev/shm/ca --mount=type=secret,id=network,target=/dev/shm/network \\
-    . /dev/shm/network; if [ -s /dev/shm/ca ]; then export PIP_CERT=/dev/shm/ca; fi; \\
+    if [ -s /dev/shm/network ]; then . /dev/shm/network; fi; \\
+    if [ -s /dev/shm/ca ]; then export PIP_CERT=/dev/shm/ca; fi; \\
     apt-get update -qq && apt-get install -qq -y --no-install-recommends {packages} \\
     && python3 -m venv /opt/venv \\
     && /opt/venv/bin/pip install --no-cache-dir --no-deps --require-hashes -r /locks/torch.txt -r /locks/engine.txt

@@ -10,7 +10,7 @@ import sys
 
 from scripts.pipeline import base, build, containers, pins, say
 
-TOOLS = ("pytest", "pytest-timeout")
+TOOLS = ("pytest==9.2.0", "nvidia-cuda-cuobjdump==13.5.37")
 
 
 def job(argv: list[str]) -> None:
@@ -31,20 +31,25 @@ def job(argv: list[str]) -> None:
     if not built:
         raise say.Stop("no image of an unpatched engine is on this machine: run `nox -s build-vllm` first")
     tools = base.cache() / "pytest"
-    subprocess.run(["uv", "pip", "install", "--quiet", "--upgrade", "--target", tools, "--python-version", all_pins.python,
-                    "--only-binary", ":all:", *TOOLS], check=True)  # fmt: skip
+    install = ["uv", "pip", "install", "--quiet", "--upgrade", "--only-binary", ":all:"]
+    subprocess.run([*install, "--python-version", all_pins.python, "--target", tools, *TOOLS], check=True)
     failed = []
     for release in built:
-        say.step(f"{release.name}: tests/engine in {build.unpatched(all_pins, release)}")
-        interpreter = f"KIMI_EAGLE3_VENV_{release.version.replace('.', '_')}=/opt/venv/bin/python"
-        done = subprocess.run(
-            [engine.client, "run", "--rm", "--network", "none", "--volume", f"{pins.ROOT}:/repo:ro", "--workdir", "/repo",
-             "--volume", f"{tools}:/pytest:ro", "--env", "PYTHONPATH=/pytest:/repo", "--env", interpreter,
-             "--env", "PYTHONDONTWRITEBYTECODE=1", "--env", "OMP_NUM_THREADS=1", "--env", "HOME=/tmp",
-             build.unpatched(all_pins, release), "python3", "-m", "pytest", "-p", "no:cacheprovider", "tests/engine",
-             *options.pytest],
-        )  # fmt: skip
-        if done.returncode:
+        image = build.unpatched(all_pins, release)
+        say.step(f"{release.name}: tests/engine in {image}")
+        env = {
+            "PYTHONPATH": "/pytest:/repo",
+            "KIMI_EAGLE3_CUOBJDUMP": "/pytest/nvidia/cu13/bin/cuobjdump",
+            f"KIMI_EAGLE3_VENV_{release.version.replace('.', '_')}": "/opt/venv/bin/python",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "HOME": "/tmp",
+        }
+        command = [str(engine.client), "run", "--rm", "--network", "none", "--workdir", "/repo"]
+        command += ["--volume", f"{pins.ROOT}:/repo:ro", "--volume", f"{tools}:/pytest:ro"]
+        command += [arg for name, value in env.items() for arg in ("--env", f"{name}={value}")]
+        command += [image, "python3", "-m", "pytest", "-p", "no:cacheprovider", "tests/engine", *options.pytest]
+        if subprocess.run(command).returncode:
             failed.append(release.name)
     if failed:
         print(f"error: the engine's tests failed for {', '.join(failed)}; the lines above say which", file=sys.stderr)

@@ -107,7 +107,7 @@ print(json.dumps([decode(case) for case in json.loads(sys.argv[1])]))
 
 # The scratch of TRITON_MLA, in bytes: what the layer claims in the profiling pass, and what the metadata builder
 # reserves when the KV cache is there. argv[1]: a JSON list of cases.
-SCRATCH = '''
+SCRATCH = """
 import json, math, sys
 from types import SimpleNamespace
 import torch
@@ -149,7 +149,7 @@ def claims(case):
     return {"profiled": profiled, "reserved": max(asked), "zeroed": not out.any().item()}
 
 print(json.dumps([claims(case) for case in json.loads(sys.argv[1])]))
-'''
+"""
 
 
 def run(code: str, argument: object, packages: Path | None) -> Any:
@@ -179,11 +179,18 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def case(cache: str, limit: int = SM_120, query_len: int = 4, heads: int = 8, page: int = 16,
-         max_seq_len: int = 4096) -> dict[str, object]:
+def case(
+    cache: str, limit: int = SM_120, query_len: int = 4, heads: int = 8, page: int = 16, max_seq_len: int = 4096
+) -> dict[str, object]:
     """A decode of two sequences, `query_len` = K + 1 rows each; 8 heads are Kimi-K2.5's 64 over 8 GPUs."""
-    return {"cache": cache, "limit": limit, "query_len": query_len, "heads": heads, "page": page,
-            "max_seq_len": max_seq_len}
+    return {
+        "cache": cache,
+        "limit": limit,
+        "query_len": query_len,
+        "heads": heads,
+        "page": page,
+        "max_seq_len": max_seq_len,
+    }
 
 
 CASES = {

@@ -55,8 +55,17 @@ def test_a_whole_image_says_all_of_it(image: Path) -> None:
     done = about(image)
     assert (done.returncode, done.stderr) == (0, "")
     first = next(SERIES.glob("0001-*")).name
-    for text in ("vllm 0.32.0", "2.13.0+cu130", "sm_120", f"{first}: ", "bootstrapped", "1 checks, all hold",
-                 "1 native", "vllm/_C.abi3.so: native", "only a GPU shows"):
+    for text in (
+        "vllm 0.32.0",
+        "2.13.0+cu130",
+        "sm_120",
+        f"{first}: ",
+        "bootstrapped",
+        "1 checks, all hold",
+        "1 native",
+        "vllm/_C.abi3.so: native",
+        "only a GPU shows",
+    ):
         assert text in done.stdout, text
 
 
@@ -90,15 +99,18 @@ def test_what_is_missing_is_one_line_each_and_the_rest_is_shown(image: Path, nam
         assert "python" in done.stdout
 
 
-@pytest.mark.parametrize(("name", "data"), [
-    ("contract", {"checks": [], "ok": True}),
-    ("contract", {"checks": [{"name": "allow-list", "ok": False, "detail": ""}], "ok": True}),
-    ("contract", {**CONTRACT, "ok": False}),
-    ("coverage", {**COVERAGE, "objects": []}),
-    ("coverage", {**COVERAGE, "ok": False}),
-    ("base", {"kind": "registry"}),
-    ("base", []),
-])
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("contract", {"checks": [], "ok": True}),
+        ("contract", {"checks": [{"name": "allow-list", "ok": False, "detail": ""}], "ok": True}),
+        ("contract", {**CONTRACT, "ok": False}),
+        ("coverage", {**COVERAGE, "objects": []}),
+        ("coverage", {**COVERAGE, "ok": False}),
+        ("base", {"kind": "registry"}),
+        ("base", []),
+    ],
+)
 def test_nothing_checked_or_failed_is_never_well(image: Path, name: str, data: object) -> None:
     (image / f"{name}.json").write_text(json.dumps(data))
     done = about(image)

@@ -108,10 +108,17 @@ def test_an_unpinned_drafter_is_said_loudly_and_a_pinned_one_is_not(cuda: Image)
 # The user's word wins.
 
 
-@pytest.mark.parametrize("given", [
-    ["--tensor-parallel-size", "4"], ["--tensor-parallel-size=4"], ["--tensor_parallel_size", "4"],
-    ["--tensor_parallel_size=4"], ["-tp", "4"], ["-tp=4"],
-])
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--tensor-parallel-size", "4"],
+        ["--tensor-parallel-size=4"],
+        ["--tensor_parallel_size", "4"],
+        ["--tensor_parallel_size=4"],
+        ["-tp", "4"],
+        ["-tp=4"],
+    ],
+)
 def test_a_flag_replaces_the_default_in_every_spelling(cuda: Image, given: list[str]) -> None:
     words = cuda.printed(*given)
     assert "8" not in words
@@ -131,8 +138,16 @@ def test_no_flag_undoes_a_switch_in_the_engine_and_a_value_here(cuda: Image) -> 
     assert "--tool-call-parser" in words
 
 
-@pytest.mark.parametrize("given", [["--speculative-config", "{}"], ["--speculative_config={}"], ["-sc", "{}"],
-                                   ["--speculative-config.model", "x"], ["--spec-tokens", "2"]])
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--speculative-config", "{}"],
+        ["--speculative_config={}"],
+        ["-sc", "{}"],
+        ["--speculative-config.model", "x"],
+        ["--spec-tokens", "2"],
+    ],
+)
 def test_the_engines_speculative_flags_replace_the_drafter(cuda: Image, given: list[str]) -> None:
     assert not any("eagle3" in word for word in cuda.printed(*given))
 
@@ -189,8 +204,17 @@ def test_no_defaults_keeps_models_address_and_port(cuda: Image) -> None:
     assert flags == {"--host", "--port", "--revision", "--speculative-config"}
 
 
-@pytest.mark.parametrize("given", [["--drafter"], ["--drafter="], ["--draft-tokens", "0"], ["--draft-tokens", "x"],
-                                   ["--drafter", "a/b", "--no-speculation"], ["--draft-tokens", "2", "-sc", "{}"]])
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--drafter"],
+        ["--drafter="],
+        ["--draft-tokens", "0"],
+        ["--draft-tokens", "x"],
+        ["--drafter", "a/b", "--no-speculation"],
+        ["--draft-tokens", "2", "-sc", "{}"],
+    ],
+)
 def test_senseless_options_are_refused(cuda: Image, given: list[str]) -> None:
     cuda.refusal("--print", *given)
 

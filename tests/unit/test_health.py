@@ -67,13 +67,16 @@ def test_a_proxy_of_the_environment_is_not_asked(tmp_path: Path, port: int) -> N
     assert check(tmp_path / "1", ["vllm", "--port", str(port)], http_proxy=proxy, HTTP_PROXY=proxy).returncode == 0
 
 
-@pytest.mark.parametrize(("arguments", "url"), [
-    ([], "http://127.0.0.1:8000/health"),
-    (["docker-init", "--", "python3", "entrypoint.py", "--port=9000"], "http://127.0.0.1:9000/health"),
-    (["vllm", "--port", "8000", "--port", "9000"], "http://127.0.0.1:9000/health"),
-    (["vllm", "--ssl_certfile", "c.pem", "--port", "9000"], "https://127.0.0.1:9000/health"),
-    (["vllm", "--data-parallel-rpc-port", "9000"], "http://127.0.0.1:8000/health"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "url"),
+    [
+        ([], "http://127.0.0.1:8000/health"),
+        (["docker-init", "--", "python3", "entrypoint.py", "--port=9000"], "http://127.0.0.1:9000/health"),
+        (["vllm", "--port", "8000", "--port", "9000"], "http://127.0.0.1:9000/health"),
+        (["vllm", "--ssl_certfile", "c.pem", "--port", "9000"], "https://127.0.0.1:9000/health"),
+        (["vllm", "--data-parallel-rpc-port", "9000"], "http://127.0.0.1:8000/health"),
+    ],
+)
 def test_it_asks_where_the_server_was_told_to_listen(arguments: list[str], url: str) -> None:
     assert health.address(arguments, 8000) == url
 
