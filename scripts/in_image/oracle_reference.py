@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from oracle_weights import HEAD_DIM, HEADS, MLA, draft_vocabulary
+from oracle_plan import HEAD_DIM, HEADS, HIDDEN, MLA, ROPE_BASE, Oracle, draft_vocabulary
 from safetensors.torch import load_file, save_file
-
-import oracle_weights
 
 DRAFT_TOKENS = 3
 STARTS = 40  # places in the output from which drafts are made
@@ -102,7 +100,7 @@ class Drafter:
         """Attention of [tokens, 2 * HIDDEN] at `positions`; `seen` [tokens, tokens] says which keys a query has."""
         w = {name.removeprefix("midlayer.self_attn."): weight for name, weight in self.w.items()}
         count = len(x)
-        angles = positions[:, None] * oracle_weights.ROPE_BASE ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+        angles = positions[:, None] * ROPE_BASE ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
         turn = torch.polar(torch.ones_like(angles), angles)[:, None]
         if self.latent:
             nope, rope, rank, v_dim = (
@@ -158,7 +156,7 @@ class Drafter:
         return written[first:]
 
 
-def faults(oracle: Any, s: States) -> Iterator[tuple[str, list[Any]]]:
+def faults(oracle: Oracle, s: States) -> Iterator[tuple[str, list[Any]]]:
     """Each wrong set of states that an engine could hand over, by name: three states of [tokens, HIDDEN]."""
     ids = oracle.ids
     yield "all ids one more", [s.inputs[i + 1] for i in ids]
@@ -184,16 +182,16 @@ def faults(oracle: Any, s: States) -> Iterator[tuple[str, list[Any]]]:
             yield f"order {' '.join(str(ids[i]) for i in order)}", [s.inputs[ids[i]] for i in order]
 
 
-def other_layers(oracle: Any, drafter: Drafter, s: States, right: int) -> Result:
+def other_layers(oracle: Oracle, drafter: Drafter, s: States, right: int) -> Result:
     """Every other choice of three layers, for one token and without the drafter's attention: none may be right."""
     at = [state[-1] for state in s.inputs[:-1]]
     stack = torch.stack(at)
     found = wrong = 0
-    parts = drafter.w["fc.weight"].split(oracle_weights.HIDDEN, 1)
+    parts = drafter.w["fc.weight"].split(HIDDEN, 1)
     first, second, third = (stack @ part.T for part in parts)
     for i, row in enumerate(first):
         hidden = (row + second[:, None] + third[None]).reshape(len(at) ** 2, -1)
-        logits, _ = drafter.step(torch.zeros_like(hidden), hidden, lambda x: torch.zeros(len(x), oracle_weights.HIDDEN))
+        logits, _ = drafter.step(torch.zeros_like(hidden), hidden, lambda x: torch.zeros(len(x), HIDDEN))
         hits = (drafter.to_target[logits.argmax(-1)] == right).view(len(at), len(at))
         if i == oracle.ids[0]:
             hits[oracle.ids[1], oracle.ids[2]] = False
@@ -205,7 +203,7 @@ def check(folder: Path) -> list[Result]:
     """All checks of a folder that oracle.py wrote, right states first, then each fault."""
     said = json.loads((folder / "oracle.json").read_text())
     fields = said["oracle"]
-    oracle = oracle_weights.Oracle(**fields | {"ids": tuple(fields["ids"])})
+    oracle = Oracle(**fields | {"ids": tuple(fields["ids"])})
     prompt, output = said["prompt"], said["output"]
     sequence = prompt + output[: STARTS + DRAFT_TOKENS + 1]
     with torch.inference_mode():
@@ -245,5 +243,3 @@ def check(folder: Path) -> list[Result]:
                 run("the embedding is the current token's", captured, 0, shift=0),
             ]
     return results
-
-

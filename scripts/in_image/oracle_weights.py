@@ -8,75 +8,43 @@ RMSNorm is exactly a product with its weight. All weights but the drafter's atte
 powers of two: each sum is exact in bfloat16, in any order, on any hardware.
 
 The drafter's `fc` turns each clock back by what its layer id says and compares it with the static code. With the right
-states that cancels and the token's place is left. Any other state adds a larger term elsewhere: for each of the three
-moduli in which one of the three clocks is off, the right residue isn't the largest (see `fc`).
+states that cancels and the token's place is left. Any other state adds a larger term elsewhere: in each modulus in
+which a clock is off, the right residue isn't the largest (see `fc`).
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-MODULI = (7, 8, 9)
-PLACES = math.prod(MODULI)  # ordinary tokens, ids 0 to 503; the special ones follow
-CODE = sum(MODULI)
-VOCAB = 576
-HIDDEN = 64
-STEP = 11  # places that the clock moves in a layer; no two of 61 layers meet
-FAULT = 75  # where a wrong state's term goes: no neighbour in any modulus, and not 11 places back
-DRAFT_STEP = 1
-HEADS = 8  # as many GPUs as a real server has
-DENSE_INNER = 256
-MOE_INNER = 256
-EXPERTS_PER_TOKEN = 2
-ROUTED_SCALE = 2.0
-MLA = {"q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
-HEAD_DIM = 64  # of a Llama drafter: the same rotary frequencies as the latent attention's
-ROPE_BASE = 10000.0
-PHASES = 8  # rotary frequencies in use: 8 tell two distances up to 4096 apart by a score of 110 in an exponent
-AMPLITUDE = 32.0
-DROPPED = (3, 9)  # a partial draft vocabulary lacks the tokens at places 3 modulo 9
-VISION_HIDDEN, VISION_HEADS, VISION_INNER = 32, 2, 32
+from oracle_plan import (
+    AMPLITUDE,
+    CODE,
+    DENSE_INNER,
+    DRAFT_STEP,
+    FAULT,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    MLA,
+    MODULI,
+    MOE_INNER,
+    PHASES,
+    PLACES,
+    ROPE_BASE,
+    STEP,
+    VISION_HIDDEN,
+    VISION_INNER,
+    VOCAB,
+    Oracle,
+    draft_vocabulary,
+    place,
+)
 
 # Channels of the residual stream. A drafter leaves the static code and the marks empty.
 STATIC, CLOCK = slice(0, CODE), slice(CODE, 2 * CODE)
 REST, TOGGLED, CONSTANTS = 2 * CODE, 2 * CODE + 1, 2 * CODE + 2
 
 Weights = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Oracle:
-    """What the weights are made for. `ids`: the layers whose input the drafter wants, as transformers counts them."""
-
-    layers: int
-    ids: tuple[int, ...]
-    drafter: str = "llama"
-    attention: bool = True
-    partial: bool = False
-    experts: int = 8
-
-    @property
-    def final(self) -> int:
-        """How far the clock has moved when the last layer is done, in places."""
-        return self.layers * STEP % PLACES
-
-
-def place(token: int) -> int:
-    """The place of a token on the cycle. Special tokens share one with an ordinary token."""
-    return (101 * token + 7) % PLACES
-
-
-def following(token: int) -> int:
-    """The token that the target puts after `token`."""
-    return pow(101, -1, PLACES) * (place(token) + 1 - 7) % PLACES
-
-
-def draft_vocabulary(oracle: Oracle) -> list[int]:
-    """The target's tokens that the drafter can write, in the order of its own ids."""
-    remainder, modulus = DROPPED
-    return [t for t in range(VOCAB) if not (oracle.partial and t < PLACES and place(t) % modulus == remainder)]
 
 
 def constants(square: int) -> list[float]:
@@ -226,15 +194,18 @@ def target(oracle: Oracle) -> Weights:
 
 
 def fc(oracle: Oracle) -> Any:
-    """[HIDDEN, 3 * HIDDEN]: the place from the first static code, and 4 and 6 times what each clock differs by.
+    """[HIDDEN, 3 * HIDDEN]: the place from the first static code, and what each clock differs from its static code by.
 
-    Say that clock k is off by d places, not 0 modulo 7: the residue p gets 1 - 4, that of p + d gets 4, that of
-    p + d + FAULT 6. If d is -FAULT, p has 1 - 4 + 6 and p - FAULT has 4. So p never wins in that modulus, and the same
-    holds if several clocks are off. Without the residual stream the static code is 0, and 6 at FAULT beats 4.
+    The difference is written where the place is, one on, and FAULT on: 8, 8 and 12 times. Count residues from the
+    place, p = 0, and say that a clock is off by d, not 0 modulo 7. That adds -8, -8, -12 at 0, 1, FAULT and 8, 8, 12 at
+    d, 1 + d, FAULT + d. So the largest is neither at 0 nor at 1, also if several clocks are off: what lifts 0 is
+    d = -FAULT with 12 - 8, which puts 8 at -FAULT; what lifts 1 is d = 1 - FAULT, which puts 8 at 1 - FAULT. Whether
+    the MLP then moves it on or not, the draft is wrong. If the residual stream is missing the static code is 0, there
+    are 8, 8, 12 at 0, 1, FAULT, and FAULT wins. The moduli leave room for all this: see FAULT.
     """
     weight = torch.zeros(HIDDEN, 3 * HIDDEN)
     to_final = move(oracle.final)
-    apart = 4 * torch.eye(CODE) + 6 * move(FAULT)
+    apart = 8 * move(0) + 8 * move(DRAFT_STEP) + 12 * move(FAULT)
     weight[CLOCK, STATIC] = to_final
     for k, layer_id in enumerate(oracle.ids):
         state = weight[:, k * HIDDEN : (k + 1) * HIDDEN]
@@ -286,7 +257,9 @@ def drafter_attention(oracle: Oracle) -> Weights:
         return {name: weight.reshape(-1, 2 * HIDDEN) for name, weight in flat.items()} | {"o_proj": o}
     weights = empty_mla(2 * HIDDEN)
     if oracle.attention:
-        nope, rope, v_dim, rank = (MLA[n] for n in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"))
+        nope, rope, v_dim, rank = (
+            MLA[n] for n in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+        )
         for name, square, start in (("q_a_proj", MLA["q_lora_rank"], 0), ("kv_a_proj_with_mqa", rank - 6, 2 * CODE)):
             for i, value in enumerate(constants(square)):
                 weights[name][start + i, constant] = value / size
@@ -323,7 +296,7 @@ def drafter(oracle: Oracle) -> Weights:
 
 
 def stored(weights: Weights) -> Weights:
-    """Weights in the types that a checkpoint has. Raises ValueError where bfloat16 can't hold one that has to be exact."""
+    """Weights in a checkpoint's types. Raises ValueError where bfloat16 can't hold one that has to be exact."""
     rounded = {"midlayer.self_attn.q_proj.weight", "midlayer.self_attn.q_b_proj.weight"}
     result = {}
     for name, weight in weights.items():
