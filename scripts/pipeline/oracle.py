@@ -19,13 +19,12 @@ SCRIPTS = pins.ROOT / "scripts" / "in_image"
 
 def command(engine: containers.ContainerEngine, image: str, folder: Path, arguments: Sequence[str]) -> list[str]:
     """The container engine's command line that runs oracle.py with `arguments`; it may write to `folder` alone."""
-    user = ["--userns", "keep-id"] if engine.kind == "podman" else []
-    user += ["--user", f"{os.getuid()}:{os.getgid()}"]
-    return [
-        str(engine.client), "run", "--rm", "--network", "none", *user, "--env", "HOME=/tmp",
-        "--env", "OMP_NUM_THREADS=1", "--env", "PYTHONDONTWRITEBYTECODE=1", "--volume", f"{SCRIPTS}:/in_image:ro", "--volume", f"{folder}:{folder}",
-        "--entrypoint", "python3", image, "/in_image/oracle.py", *arguments,
-    ]  # fmt: skip
+    line = [str(engine.client), "run", "--rm", "--network", "none"]
+    line += ["--userns", "keep-id"] if engine.kind == "podman" else []
+    line += ["--user", f"{os.getuid()}:{os.getgid()}", "--env", "HOME=/tmp"]
+    line += ["--env", "OMP_NUM_THREADS=1", "--env", "PYTHONDONTWRITEBYTECODE=1"]
+    line += ["--volume", f"{SCRIPTS}:/in_image:ro", "--volume", f"{folder}:{folder}"]
+    return [*line, "--entrypoint", "python3", image, "/in_image/oracle.py", *arguments]
 
 
 def find_image(engine: containers.ContainerEngine) -> str:
