@@ -136,8 +136,8 @@ class Drafter:
 
     def draft(
         self, captured: Sequence[Any], tokens: Sequence[int], k: int, *, stale: bool = False, alone: bool = False
-    ) -> list[int]:
-        """k draft tokens after `tokens`.
+    ) -> Iterator[int]:
+        """k draft tokens after `tokens`, each computed when it is asked for.
 
         captured: a state for each layer id, [n, HIDDEN]; tokens: the n tokens that follow those positions. `stale`:
         the positions of the drafter don't move on with its steps. `alone`: it has no KV cache, only its own position.
@@ -153,7 +153,7 @@ class Drafter:
             logits, following = self.step(self.embed[torch.tensor(written)], hidden, attend)
             written.append(int(self.to_target[logits[-1].argmax()]))
             hidden = torch.cat([hidden, following[-1:]])
-        return written[first:]
+            yield written[-1]
 
 
 def faults(oracle: Oracle, s: States) -> Iterator[tuple[str, list[Any]]]:
@@ -182,64 +182,66 @@ def faults(oracle: Oracle, s: States) -> Iterator[tuple[str, list[Any]]]:
             yield f"order {' '.join(str(ids[i]) for i in order)}", [s.inputs[ids[i]] for i in order]
 
 
-def other_layers(oracle: Oracle, drafter: Drafter, s: States, right: int) -> Result:
-    """Every other choice of three layers, for one token and without the drafter's attention: none may be right."""
-    at = [state[-1] for state in s.inputs[:-1]]
-    stack = torch.stack(at)
-    found = wrong = 0
-    parts = drafter.w["fc.weight"].split(HIDDEN, 1)
-    first, second, third = (stack @ part.T for part in parts)
-    for i, row in enumerate(first):
-        hidden = (row + second[:, None] + third[None]).reshape(len(at) ** 2, -1)
+def choices(drafter: Drafter, inputs: Sequence[Any], at: int, right: int) -> Result:
+    """Every choice of three layers' inputs, for the token at `at` and without the drafter's attention.
+
+    `right` is the token to draft. One choice may draft it: that of the drafter's ids.
+    """
+    states = torch.stack([state[at] for state in inputs])
+    first, second, third = (states @ part.T for part in drafter.w["fc.weight"].split(HIDDEN, 1))
+    found = 0
+    for row in first:
+        hidden = (row + second[:, None] + third[None]).reshape(-1, HIDDEN)
         logits, _ = drafter.step(torch.zeros_like(hidden), hidden, lambda x: torch.zeros(len(x), HIDDEN))
-        hits = (drafter.to_target[logits.argmax(-1)] == right).view(len(at), len(at))
-        if i == oracle.ids[0]:
-            hits[oracle.ids[1], oracle.ids[2]] = False
-        found, wrong = found + int(hits.sum()), wrong + hits.numel()
-    return Result("every other choice of three layers", found, wrong - 1, 0)
+        found += int((drafter.to_target[logits.argmax(-1)] == right).sum())
+    return Result("any choice of three layers", found, len(states) ** 3, 1)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A drafter beside a sequence of tokens that the target writes from position `start` on."""
+
+    drafter: Drafter
+    sequence: Sequence[int]
+    start: int
+
+    def run(self, name: str, captured: Sequence[Any], expected: int, shift: int = 1, **engine: bool) -> Result:
+        """Draft from STARTS places. `shift`: how far its tokens are ahead of the target's; `engine`: as draft."""
+        found = 0
+        for at in range(self.start, self.start + STARTS):  # the target has just written the token at `at`
+            tokens = self.sequence[shift : at + shift]
+            drafts = self.drafter.draft([state[:at] for state in captured], tokens, DRAFT_TOKENS, **engine)
+            pairs = zip(drafts, self.sequence[at + 1 :], strict=False)
+            found += sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return Result(name, found, STARTS * DRAFT_TOKENS, expected)
 
 
 def check(folder: Path) -> list[Result]:
-    """All checks of a folder that oracle.py wrote, right states first, then each fault."""
+    """All checks of a folder that oracle.py wrote: the target, the right states, then each fault."""
     said = json.loads((folder / "oracle.json").read_text())
-    fields = said["oracle"]
-    oracle = Oracle(**fields | {"ids": tuple(fields["ids"])})
-    prompt, output = said["prompt"], said["output"]
-    sequence = prompt + output[: STARTS + DRAFT_TOKENS + 1]
+    oracle = Oracle(**said["oracle"] | {"ids": tuple(said["oracle"]["ids"])})
+    start = len(said["prompt"])
+    sequence = said["prompt"] + said["output"][: STARTS + DRAFT_TOKENS + 1]
+    vocabulary = set(draft_vocabulary(oracle))
+    wanted = [sequence[at + 1 : at + 1 + DRAFT_TOKENS] for at in range(start, start + STARTS)]
+    writable = [len(list(itertools.takewhile(vocabulary.__contains__, tokens))) for tokens in wanted]
     with torch.inference_mode():
-        target, drafter = states(folder / "target", sequence), Drafter(folder)
-        n = len(prompt)
-        vocabulary = set(draft_vocabulary(oracle))
-
-        def right(start: int, drafts: list[int]) -> int:
-            """How many drafts are the sequence's own tokens, up to the first that isn't."""
-            pairs = zip(drafts, sequence[start + 1 :], strict=False)
-            return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-        def run(name: str, captured: Sequence[Any], wanted: int, shift: int = 1, **engine: bool) -> Result:
-            found = 0
-            for start in range(n, n + STARTS):  # the target has just written sequence[start]
-                tokens = sequence[shift : start + shift]
-                if shift == 1:
-                    assert tokens[-1] == sequence[start]
-                found += right(start, drafter.draft([c[:start] for c in captured], tokens, DRAFT_TOKENS, **engine))
-            return Result(name, found, STARTS * DRAFT_TOKENS, wanted)
-
+        target = states(folder / "target", sequence)
+        trial = Trial(Drafter(folder), sequence, start)
         captured = [target.inputs[i] for i in oracle.ids]
-        possible = [sequence[n + i + 1 : n + i + 1 + DRAFT_TOKENS] for i in range(STARTS)]
-        writable = sum(len(list(itertools.takewhile(vocabulary.__contains__, tokens))) for tokens in possible)
-        first = sum(tokens[0] in vocabulary for tokens in possible)
-        agree = sum(a == b for a, b in zip(target.output[n - 1 :], output, strict=False))
+        own = [a == b for a, b in zip(target.output[start - 1 :], sequence[start:], strict=False)]
+        at = start + next(i for i, count in enumerate(writable) if count)
         results = [
-            Result("the target's own output", agree, len(sequence) - n + 1, len(sequence) - n + 1),
-            run(f"the input of layers {', '.join(map(str, oracle.ids))}", captured, writable),
-            *(run(name, wrong, 0) for name, wrong in faults(oracle, target)),
-            other_layers(oracle, drafter, States([x[: n + 3] for x in target.inputs], [], [], [], []), sequence[n + 4]),
+            Result("the target's own output", sum(own), len(own), len(own)),
+            trial.run(f"the input of layers {', '.join(map(str, oracle.ids))}", captured, sum(writable)),
+            *(trial.run(name, wrong, 0) for name, wrong in faults(oracle, target)),
+            choices(trial.drafter, target.inputs[:-1], at - 1, sequence[at + 1]),
         ]
         if oracle.attention:
+            first = sum(count > 0 for count in writable)
             results += [
-                run("the drafter's positions stand still", captured, first, stale=True),
-                run("the drafter has no KV cache", captured, 0, alone=True),
-                run("the embedding is the current token's", captured, 0, shift=0),
+                trial.run("the drafter's positions stand still", captured, first, stale=True),
+                trial.run("the drafter has no KV cache", captured, 0, alone=True),
+                trial.run("the embedding is the current token's", captured, 0, shift=0),
             ]
     return results
