@@ -57,7 +57,10 @@ def expected(oracle: Oracle, output: Sequence[int], k: int) -> dict[str, Any]:
 
 
 def expectations(oracle: Oracle) -> dict[str, Any]:
-    """oracle.json: what the pair is, the prompt and the output as token ids and as text, and the counts for each K."""
+    """oracle.json: what the pair is, prompt and output as token ids and as words, and the counts for each K.
+
+    An engine may write a space before the first word.
+    """
     prompt = [(37 * i + 5) % PLACES for i in range(PROMPT_TOKENS)]
     output = [following(prompt[-1])]
     while len(output) < 1 + ROUNDS * (MOST_DRAFT_TOKENS + 1):
