@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 FORCE = "KIMI_EAGLE3_CONTAINER_ENGINE"
 SETUP = "run `nox -s setup`"
 PROBE_S = 60.0  # deadline of one probing command, seconds: a remote daemon may be slow, a dead one must not hang us
+WIDTH = 160  # of a line of the builder's that is shown; failures are read from the whole line
+DENIED = 3  # the rank of an engine that works, and that this user may not use
 STOP_S = 20.0  # how long a build that was told to stop may take before it is killed, seconds
 CONTAINERD_ROOT = Path("/var/lib/containerd")
 # Only a builder with BuildKit's syntax and exporters gets through this. Nothing runs, nothing is fetched or kept.
@@ -66,7 +68,9 @@ def find() -> ContainerEngine:
     Raises Stop where none works, with what to run.
     """
     forced = os.environ.get(FORCE, "")
-    clients = [Path(forced)] if "/" in forced else _on_path([forced] if forced else ["docker", "podman"])
+    # A user who names a Docker engine wants that one, and no podman in its place.
+    named = ["docker"] if os.environ.get("DOCKER_HOST") or os.environ.get("DOCKER_CONTEXT") else ["docker", "podman"]
+    clients = [Path(forced)] if "/" in forced else _on_path([forced] if forced else named)
     if not clients:
         raise Stop(f"no {forced or 'docker or podman'} client on the PATH: {SETUP}, which installs Docker")
     passed: list[tuple[Path, Unusable]] = []
@@ -75,6 +79,8 @@ def find() -> ContainerEngine:
             engine = _probe(client)
         except Unusable as why:
             passed.append((client, why))
+            if why.rank == DENIED and not forced:
+                break  # there is an engine, and another in its place would be no choice of the user's
             continue
         over = "; ".join(f"{c}: {why}" for c, why in passed)
         note(f"container engine: {engine}" + (f"; passed over {over}" if over else ""))
@@ -131,7 +137,7 @@ def _probe_docker(client: Path) -> ContainerEngine:
     if not info.get("ServerVersion"):
         if "permission denied" in error and local:
             cure = "join the group docker (`sudo usermod -aG docker $USER`, then log in again) or use sudo"
-            raise Unusable(f"may not use the daemon's socket {endpoint} (permission denied)", cure, 3)
+            raise Unusable(f"may not use the daemon's socket {endpoint} (permission denied)", cure, DENIED)
         if not local:
             cure = "check that host, and DOCKER_HOST or `docker context ls`"
             raise Unusable(f"gets no answer from the daemon at {endpoint} ({_last_line(error)})", cure, 1)
@@ -152,6 +158,9 @@ def _probe_podman(client: Path) -> ContainerEngine:
     info = _json(text)
     if code or not info:
         raise Unusable(f"doesn't work ({_last_line(error)})", f"see `{client} info`", 1)
+    if info["store"].get("graphDriverName") == "vfs":
+        cure = "set up fuse-overlayfs (see containers-storage.conf), or use Docker"
+        raise Unusable("stores images with vfs, which copies the whole image for each layer", cure, 2)
     remote = bool(info["host"].get("serviceIsRemote"))
     with tempfile.TemporaryDirectory() as empty:
         options = ["--quiet", "--no-cache", "--secret", "id=probe,src=/dev/null", "--file", "-"]
@@ -217,15 +226,22 @@ def build(engine: ContainerEngine, **what: Unpack[What]) -> str:
     Raises Stop with the step that failed and its last line.
     """
     tag = what["tag"]
-    env = {**os.environ, "DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
-    if engine.builder == "buildx":
-        env["BUILDX_BUILDER"] = _buildx_builder(engine.context)
-    code, lines = _stream(build_command(engine, **what), env, engine.kind == "podman")
+    env = {**os.environ, **build_environment(engine)}
+    with _swept(engine):
+        code, lines = _stream(build_command(engine, **what), env, engine.kind == "podman")
     if code:
         raise Stop(f"build of {tag} failed {failure(lines)}" + _cure(lines, engine))
     if built := image_id(engine, tag):
         return built
     raise Stop(f"{engine} says that it built {tag} and has no such image: `{engine.kind} image ls` shows what it has")
+
+
+def build_environment(engine: ContainerEngine) -> dict[str, str]:
+    """The environment variables that a build's command needs beside the user's."""
+    if engine.builder == "buildx":
+        builder = _buildx_builder(engine.context)
+        return {"DOCKER_BUILDKIT": "1", "BUILDX_BUILDER": builder, "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
+    return {"DOCKER_BUILDKIT": "1"} if engine.builder == "buildkit" else {}
 
 
 def build_command(engine: ContainerEngine, **what: Unpack[What]) -> list[str]:
@@ -295,11 +311,34 @@ def _stream(command: Sequence[str], env: Mapping[str, str], podman: bool) -> tup
         assert child.stdout is not None
         for line in child.stdout:
             lines.append(line.rstrip())
-            print(f"    {lines[-1]}", flush=True)
+            if not _DETAIL.match(lines[-1]):
+                print(f"    {lines[-1][:WIDTH]}", flush=True)
         return child.wait(), lines
     except BaseException:
         _stop(child)
         raise
+
+
+@contextmanager
+def _swept(engine: ContainerEngine) -> Iterator[None]:
+    """Remove the working containers that a podman build leaves behind where it is stopped or fails."""
+
+    def podman(*arguments: str) -> set[str]:
+        with suppress(subprocess.TimeoutExpired):
+            command = [str(engine.client), *arguments]
+            return set(subprocess.run(command, capture_output=True, text=True, timeout=STOP_S).stdout.split())
+        return set()
+
+    if engine.kind != "podman":
+        yield
+        return
+    ask = ("ps", "--all", "--external", "--quiet")
+    before = podman(*ask)
+    try:
+        yield
+    finally:
+        if left := podman(*ask) - before:
+            podman("rm", "--force", *sorted(left))
 
 
 def _stop(child: "subprocess.Popen[str]") -> None:
@@ -330,6 +369,7 @@ def _command(pid: int) -> str:
     return ""
 
 
+_DETAIL = re.compile(r"#\d+ (sha256:|transferring |DONE 0\.\d+s$)|#\d+ \d+\.\d+ $|$")  # what helps nobody who waits
 _NOISE = re.compile(r"^(-+|sha256:\S+|: exit status.*|time=.*|)$")
 _WRAPPING = re.compile(
     r"^(error: |failed to build: |failed to solve( with frontend \S+)?: |rpc error: code = \w+ desc = "

@@ -176,6 +176,18 @@ def _parse(data: dict[str, Any]) -> Pins:
                     serving_objects=tuple(own["serving_objects"]),
                 )
             )
+    names = [(r.engine, r.version, r.variant) for r in releases]
+    if twice := sorted({r for r in names if names.count(r) > 1}):
+        raise Stop(f"{' '.join(twice[0])} is there twice")
+    for key, value in (
+        ("image.source_date_epoch", data["image"]["source_date_epoch"]),
+        ("image.disk_gb", data["image"]["disk_gb"]),
+    ):
+        if type(value) is not int or value <= 0:
+            raise Stop(f"{key} = {value!r} is no positive number")
+    for release in releases:
+        if not isinstance(release.version, str):
+            raise Stop(f"the version {release.version!r} of a release is no text: write it in quotes")
     debian = data["debian"]
     if not re.fullmatch(r"\S+@sha256:[0-9a-f]{64}", debian["image"]):
         raise Stop(f"debian.image {debian['image']!r} is not pinned: write NAME:TAG@sha256:<64 hex digits>")
@@ -205,8 +217,8 @@ def load(path: Path = PINS) -> Pins:
         return _parse(tomllib.loads(path.read_text()))
     except KeyError as key:
         raise Stop(f"{path.name} lacks the key or the entry {key}") from None
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise Stop(f"{path}: {error}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, TypeError, AttributeError) as error:
+        raise Stop(f"{path.name}: {error}") from None
     except Stop as stop:
         raise Stop(f"{path.name}: {stop}") from None
 
