@@ -118,13 +118,12 @@ class Contained:
         return f"its process ended with exit code {state['ExitCode']}{memory}"
 
     def log(self, lines: int) -> list[str]:
-        text = b"".join(self.container.logs(tail=lines * 2, stream=True)).decode(errors="replace")
-        return tidy(text)[-lines:]
+        return tidy(self.container.logs(tail=lines * 2).decode(errors="replace"))[-lines:]
 
     def run(self, *command: str) -> str:
         """The output of a command inside the container; empty where it fails."""
         code, output = self.container.exec_run(list(command))
-        return output.decode(errors="replace").strip() if code == 0 else ""
+        return output.decode(errors="replace").strip() if code == 0 and isinstance(output, bytes) else ""
 
 
 def tidy(log: str) -> list[str]:
@@ -162,8 +161,6 @@ def ask(server: Server, path: str, body: Mapping[str, Any] | None = None, key: s
         raise OSError(f"{path} doesn't answer ({error.reason})") from None
     except http.client.HTTPException as error:
         raise OSError(f"{path}: no HTTP came back ({type(error).__name__})") from None
-    except ValueError as error:
-        raise Stop(f"{server.url} is no address of a server ({error}): write http://HOST:PORT") from None
 
 
 @dataclass(frozen=True)

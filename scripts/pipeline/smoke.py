@@ -7,6 +7,7 @@ removed, also after Ctrl-C.
 
 import argparse
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -269,6 +270,8 @@ def job(argv: list[str]) -> None:
         raise say.Stop(f"--env {' '.join(options.env)}: write NAME=VALUE")
     if options.base_url and (options.image or options.gpus):
         raise say.Stop("--base-url is a server that is already up: --image and --gpus don't go with it")
+    if options.base_url and not re.fullmatch(r"https?://[^/\s:]+(:\d+)?(/\S*)?", options.base_url):
+        raise say.Stop(f"{options.base_url} is no address of a server: write http://HOST:PORT")
     signal.signal(signal.SIGTERM, terminate)
     all_pins = pins.load()
     release = chosen_release(engine_name, all_pins, options)
