@@ -211,7 +211,8 @@ def test_image(
     image = inspect(engine, reference)
     with oracle_folder(engine, image.id, release, options) as oracle:
         planned = planned_trials(all_pins, release, options, oracle)
-        commands = [launch(options, adapter, reference, release.variant == "cpu", trial) for trial in planned]
+        # By its id: the tag may be moved while this runs, and what is tested is what the receipt is about.
+        commands = [launch(options, adapter, image.id, release.variant == "cpu", trial) for trial in planned]
         say.step(f"{reference}: what it is")
         record, incomplete = about(engine, image.id)
         installed = str((record.get("installed") or {}).get(release.engine) or "not told")
