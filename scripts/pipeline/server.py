@@ -63,12 +63,13 @@ class Running:
 class Launch:
     """A container that serves: as the Docker SDK wants it, and as the `docker run` line that does the same.
 
-    `mounts` maps a folder of this machine, or the name of a volume, to (path inside, `ro` or `rw`).
+    `mounts` maps a folder of this machine, or the name of a volume, to (path inside, `ro` or `rw`). A variable whose
+    value is None gets the one that it has here, and the line doesn't show it.
     """
 
     image: str
     arguments: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str | None] = field(default_factory=dict)
     mounts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     gpus: str = ""  # empty, or `all`, or the numbers of some
 
@@ -81,7 +82,8 @@ class Launch:
             command += ["--ipc=host"]
         else:
             command += ["--shm-size", "1g"]
-        command += [part for name, value in self.environment.items() for part in ("--env", f"{name}={value}")]
+        for name, value in self.environment.items():
+            command += ["--env", name if value is None else f"{name}={value}"]
         command += [part for at, (to, mode) in self.mounts.items() for part in ("--volume", f"{at}:{to}:{mode}")]
         return shlex.join([*command, self.image, *self.arguments])
 
@@ -91,7 +93,7 @@ class Launch:
 
         options: dict[str, Any] = {
             "ports": {f"{PORT}/tcp": ("127.0.0.1", None)},
-            "environment": dict(self.environment),
+            "environment": {n: os.environ.get(n, "") if v is None else v for n, v in self.environment.items()},
             "volumes": {at: {"bind": to, "mode": mode} for at, (to, mode) in self.mounts.items()},
         }
         if not self.gpus:

@@ -7,13 +7,14 @@ removed, also after Ctrl-C.
 
 import argparse
 import json
+import os
 import re
 import shlex
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from scripts.pipeline.ladder import Rung
 from scripts.pipeline.trials import Trial
 
 CACHE = "kimi-cache"
+VERSION_LABEL = "org.opencontainers.image.version"
 RUNNING_DEADLINE = 60.0  # seconds; for a server that is already up
 
 
@@ -55,7 +57,7 @@ def require_gpus(engine: containers.ContainerEngine) -> None:
 
 def launch(options: argparse.Namespace, adapter: Adapter, image: str, cpu: bool, trial: Trial) -> server.Launch:
     """How the image is started for a trial."""
-    environment = {**adapter.environment, **(adapter.on_cpu if cpu else {})}
+    environment: dict[str, str | None] = {**adapter.environment, **(adapter.on_cpu if cpu else {})}
     mounts: dict[str, tuple[str, str]] = {}
     named = []
     for name, inside in ((trial.target, "/target"), (trial.drafter, "/drafter")):
@@ -69,7 +71,9 @@ def launch(options: argparse.Namespace, adapter: Adapter, image: str, cpu: bool,
     if options.cache or len(mounts) < 2:
         mounts[options.cache or CACHE] = ("/cache", "rw")
     flags = adapter.oracle_flags if trial.pair == "oracle" and not cpu else ()
-    environment |= dict(pair.split("=", 1) for pair in options.env)
+    for pair in options.env:
+        name, equals, value = pair.partition("=")
+        environment[name] = value if equals else None
     arguments = ("serve", "--target", named[0], "--drafter", named[1], "--draft-tokens", str(trial.k), *flags)
     return server.Launch(image, (*arguments, *options.flags), environment, mounts, options.gpus or "")
 
@@ -94,7 +98,7 @@ def run_image(
     hardware = "not known: no container was up"
 
     def run(rungs: Sequence[Rung]) -> receipt.Run:
-        return receipt.Run(trial.pair, trial.target, trial.drafter, trial.k, line, hardware, ladder.whole(rungs))
+        return receipt.Run(trial.pair, *trial.models, trial.k, line, hardware, ladder.whole(rungs))
 
     try:
         if compare:
@@ -115,7 +119,7 @@ def run_image(
 def skipped(trial: Trial, why: str) -> receipt.Run:
     """A run that wasn't tried."""
     rungs = tuple(ladder.not_climbed(name, why) for name in ladder.RUNGS)
-    return receipt.Run(trial.pair, trial.target, trial.drafter, trial.k, "", "none", rungs)
+    return receipt.Run(trial.pair, *trial.models, trial.k, "", "none", rungs)
 
 
 def arguments(engine_name: str) -> argparse.ArgumentParser:
@@ -140,31 +144,44 @@ def arguments(engine_name: str) -> argparse.ArgumentParser:
     hold.add_argument("--deadline", type=float, metavar="SECONDS", help="for the server to get healthy")
     how = parser.add_argument_group("how")
     how.add_argument("--cache", metavar="NAME_OR_DIR", help=f"mounted at /cache (default: {CACHE}; none for folders)")
-    how.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the server; repeatable")
-    how.add_argument("--receipt", type=Path, metavar="FILE", help="default: by the image's id, in this user's cache")
+    how.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="for the server; a name alone, e.g. HF_TOKEN, takes the value from here unshown",
+    )
+    how.add_argument(
+        "--receipt",
+        type=Path,
+        metavar="FILE",
+        help="default: by the image's id in this user's cache, but for a pair of your own",
+    )
     how.add_argument("flags", nargs="*", metavar="FLAG", help="after another --: more flags for the engine")
     return parser
 
 
-def chosen_release(engine_name: str, all_pins: pins.Pins, options: argparse.Namespace) -> pins.Release:
-    """The release that is tested."""
-    variant = options.variant or ("cuda" if options.gpus or options.base_url else "cpu")
-    return all_pins.release(engine_name, options.version, variant)
+def chosen_release(engine_name: str, all_pins: pins.Pins, options: argparse.Namespace, tag: str = "") -> pins.Release:
+    """The release that is tested. What isn't said is read from `tag`, the version that an image's label gives it."""
+    version, _, variant = tag.partition("-")
+    default = "cuda" if options.gpus or options.base_url else "cpu"
+    variant = options.variant or (variant or "cuda" if tag else default)
+    return all_pins.release(engine_name, options.version or version or None, variant)
 
 
 def planned_trials(
     all_pins: pins.Pins, release: pins.Release, options: argparse.Namespace, oracle: Path | None
 ) -> tuple[Trial, ...]:
-    """What to run, in order. `oracle` is a folder with the oracle, None where another pair is tested."""
+    """What to run, in order. `oracle` is a folder with the oracle that we made, None where another pair is tested."""
     found = []
     for k in options.k or [release.drafter.draft_tokens]:
         if k < 1:
             raise say.Stop(f"--k {k}: give 1 or more; without a drafter there's nothing to test")
         if oracle:
-            found.append(trials.oracle_trial(oracle, k))
+            found.append(trials.oracle_trial(oracle, k, f"oracle.py {shlex.join(oracle_options(release, options))}"))
         else:
-            target, drafter = options.target or all_pins.target.repo, options.drafter or release.drafter.model.repo
-            found.append(trials.trial_for(all_pins, target, drafter, k))
+            target = options.target or all_pins.target.repo
+            found.append(trials.trial_for(all_pins, target, options.drafter, release.drafter.model.repo, k))
     if oracle and options.gpus and not options.oracle_only:
         revision = f"@{all_pins.target.revision}" if all_pins.target.revision else ""
         own = release.drafter
@@ -178,10 +195,9 @@ def planned_trials(
     return tuple(found)
 
 
-def test_server(
-    adapter: Adapter, all_pins: pins.Pins, release: pins.Release, options: argparse.Namespace
-) -> dict[str, Any]:
+def try_server(adapter: Adapter, all_pins: pins.Pins, options: argparse.Namespace) -> dict[str, Any]:
     """Climb with a server that is already up, and return the receipt."""
+    release = chosen_release(adapter.engine, all_pins, options)
     url = options.base_url.rstrip("/")
     (trial, *more) = planned_trials(all_pins, release, options, None)
     if more or options.compare_plain:
@@ -190,30 +206,31 @@ def test_server(
     say.step(f"{trial.name}: {url}")
     up = server.Running(url)
     rungs = climb.climb(up, adapter, replace(trial, deadline=deadline), release.version, None)
-    run = receipt.Run(trial.pair, trial.target, trial.drafter, trial.k, "", server.hardware(up), rungs)
+    run = receipt.Run(trial.pair, *trial.models, trial.k, "", server.hardware(up), rungs)
     return receipt.make(release, None, url, {}, [run])
 
 
-def test_image(
-    adapter: Adapter, all_pins: pins.Pins, release: pins.Release, options: argparse.Namespace
-) -> dict[str, Any]:
+def try_image(adapter: Adapter, all_pins: pins.Pins, options: argparse.Namespace) -> dict[str, Any]:
     """Climb with an image, and return the receipt."""
-    reference = options.image or all_pins.image(release)
-    if release.variant == "cuda" and not options.gpus:
-        raise say.Stop(f"{reference} is for GPUs: add --gpus, or test the twin (--variant cpu)")
     if bool(options.target) != bool(options.drafter):
         raise say.Stop("--target and --drafter belong together: give both, or none to test the oracle")
     if options.target and options.oracle:
         raise say.Stop("--oracle and --target exclude each other")
+    release = None if options.image else chosen_release(adapter.engine, all_pins, options)
+    if options.variant == "cuda" and not options.gpus:
+        raise say.Stop("--variant cuda is for GPUs: add --gpus, or test the twin (--variant cpu)")
     engine = containers.find()
     if options.gpus:
         require_gpus(engine)
-    image = inspect(engine, reference)
+    image = inspect(engine, all_pins.image(release) if release else options.image)
+    release = release or chosen_release(adapter.engine, all_pins, options, image.labels.get(VERSION_LABEL, ""))
+    if release.variant == "cuda" and not options.gpus:
+        raise say.Stop(f"{image.reference} is for GPUs: add --gpus, or test the twin (--variant cpu)")
     with oracle_folder(engine, image.id, release, options) as oracle:
         planned = planned_trials(all_pins, release, options, oracle)
         # By its id: the tag may be moved while this runs, and what is tested is what the receipt is about.
         commands = [launch(options, adapter, image.id, release.variant == "cpu", trial) for trial in planned]
-        say.step(f"{reference}: what it is")
+        say.step(f"{image.reference}: what it is")
         record, incomplete = about(engine, image.id)
         installed = str((record.get("installed") or {}).get(release.engine) or "not told")
         first = ladder.failed("S0", "image-incomplete", incomplete) if incomplete else None
@@ -221,8 +238,9 @@ def test_image(
         first = wrong if first is None and wrong.status == "failed" else first
         runs: list[receipt.Run] = []
         for trial, command in zip(planned, commands, strict=True):
-            if runs and not ladder.ok(runs[-1].rungs):
-                runs.append(skipped(trial, f"the run before it failed ({runs[-1].name})"))
+            broken = next((run for run in runs if not ladder.ok(run.rungs)), None)
+            if broken:
+                runs.append(skipped(trial, f"a run before it failed ({broken.name})"))
             elif first:
                 runs.append(replace(skipped(trial, ""), rungs=ladder.whole([climb.report(first)])))
             else:
@@ -241,6 +259,13 @@ def inspect(engine: containers.ContainerEngine, reference: str) -> receipt.Image
     return receipt.Image(reference, image_id, tuple(digests), containers.labels(engine, image_id))
 
 
+def oracle_options(release: pins.Release, options: argparse.Namespace) -> list[str]:
+    """What oracle.py is told: as asked, or a drafter with the attention of the pinned one."""
+    if options.oracle is not None:
+        return shlex.split(options.oracle)
+    return ["--drafter", "mla" if "Deepseek" in release.drafter.architecture else "llama"]
+
+
 @contextmanager
 def oracle_folder(
     engine: containers.ContainerEngine, image: str, release: pins.Release, options: argparse.Namespace
@@ -249,11 +274,17 @@ def oracle_folder(
     if options.target:
         yield None
         return
-    own = "mla" if "Deepseek" in release.drafter.architecture else "llama"
-    given = shlex.split(options.oracle) if options.oracle is not None else ["--drafter", own]
+    given = oracle_options(release, options)
     with tempfile.TemporaryDirectory(prefix="oracle-") as tmp:
         say.step(f"the oracle ({' '.join(given)})")
         yield trials.make_oracle(engine, image, Path(tmp), given)
+
+
+def own_receipt(made: Mapping[str, Any]) -> Path | None:
+    """Where a receipt goes by itself: to its image. Somebody's own pair does not speak for an image."""
+    if not made["image"] or any(run["pair"] == "own" for run in made["runs"]):
+        return None
+    return receipt.path_for(made["image"]["id"])
 
 
 def terminate(*_: object) -> NoReturn:
@@ -267,18 +298,17 @@ def job(argv: list[str]) -> None:
     engine_name, *rest = argv
     adapter = adapters.adapter(engine_name)
     options = arguments(engine_name).parse_args(rest)
-    if any("=" not in pair for pair in options.env):
-        raise say.Stop(f"--env {' '.join(options.env)}: write NAME=VALUE")
+    for name in options.env:
+        if "=" not in name and name not in os.environ:
+            raise say.Stop(f"--env {name}: there is no such variable here; set it, or write {name}=VALUE")
     if options.base_url and (options.image or options.gpus):
         raise say.Stop("--base-url is a server that is already up: --image and --gpus don't go with it")
     if options.base_url and not re.fullmatch(r"https?://[^/\s:]+(:\d+)?(/\S*)?", options.base_url):
         raise say.Stop(f"{options.base_url} is no address of a server: write http://HOST:PORT")
     signal.signal(signal.SIGTERM, terminate)
     all_pins = pins.load()
-    release = chosen_release(engine_name, all_pins, options)
-    made = (test_server if options.base_url else test_image)(adapter, all_pins, release, options)
-    path = options.receipt or (receipt.path_for(made["image"]["id"]) if made["image"] else None)
-    if path:
+    made = (try_server if options.base_url else try_image)(adapter, all_pins, options)
+    if path := options.receipt or own_receipt(made):
         receipt.write(path, made)
         say.step(f"receipt: {path}")
     for run in made["runs"]:

@@ -29,7 +29,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Trial:
-    """A pair to test at some K: folders of this machine or models' names, what to ask, what to hold it against."""
+    """A pair to test at some K: folders of this machine or models' names, what to ask, what to hold it against.
+
+    `origin` says how the folders came to be, where they are gone after the test.
+    """
 
     pair: str
     target: str
@@ -38,13 +41,19 @@ class Trial:
     groups: tuple[Group, ...]
     expected: Expected
     deadline: float
+    origin: str = ""
 
     @property
     def name(self) -> str:
         return f"{self.pair}, K = {self.k}"
 
+    @property
+    def models(self) -> tuple[str, str]:
+        """Target and drafter, as the receipt names them."""
+        return (f"target of {self.origin}", f"drafter of {self.origin}") if self.origin else (self.target, self.drafter)
 
-def oracle_trial(folder: Path, k: int) -> Trial:
+
+def oracle_trial(folder: Path, k: int, origin: str = "") -> Trial:
     """The oracle in a folder that scripts/in_image/oracle.py wrote. Raises Stop where it has no counts for K."""
     data = json.loads((folder / "oracle.json").read_text())
     if str(k) not in data["k"]:
@@ -61,7 +70,8 @@ def oracle_trial(folder: Path, k: int) -> Trial:
         no_figures="the oracle is made, not trained: nothing is published for it",
     )
     group = Group("oracle", ({"prompt": data["prompt"]},), tokens)
-    return Trial("oracle", str(folder / "target"), str(folder / "drafter"), k, (group,), expected, DEADLINES["oracle"])
+    models = (str(folder / "target"), str(folder / "drafter"))
+    return Trial("oracle", *models, k, (group,), expected, DEADLINES["oracle"], origin)
 
 
 def make_oracle(engine: containers.ContainerEngine, image: str, out: Path, arguments: Sequence[str]) -> Path:
@@ -131,11 +141,15 @@ def own_trial(target: str, drafter: str, k: int) -> Trial:
     return Trial("own", target, drafter, k, (group,), Expected(k), DEADLINES["own"])
 
 
-def trial_for(all_pins: pins.Pins, target: str, drafter: str, k: int) -> Trial:
-    """What a target and a drafter are: the oracle, the pinned target, or somebody's own pair."""
+def trial_for(all_pins: pins.Pins, target: str, drafter: str | None, pinned: str, k: int) -> Trial:
+    """What a target and a drafter are: the oracle, the pinned target, or somebody's own pair.
+
+    Without a drafter it is the oracle's own, or the `pinned` one.
+    """
     folder = Path(target).resolve()
     if (folder.parent / "oracle.json").is_file() and folder.name == "target":
-        return replace(oracle_trial(folder.parent, k), drafter=drafter)
+        trial = oracle_trial(folder.parent, k)
+        return replace(trial, drafter=drafter) if drafter else trial
     if target.partition("@")[0] == all_pins.target.repo:
-        return pinned_trial(all_pins, target, drafter, k)
-    return own_trial(target, drafter, k)
+        return pinned_trial(all_pins, target, drafter or pinned, k)
+    return own_trial(target, drafter or pinned, k)

@@ -185,7 +185,7 @@ def test_another_expected_acceptance_length_is_held_exactly(serve: Callable[[str
         (["--variant", "cuda"], "is for GPUs: add --gpus"),
         (["--target", "/nowhere"], "belong together"),
         (["--target", "a/b", "--drafter", "c/d", "--oracle", "--layers 9"], "exclude each other"),
-        (["--env", "NAME"], "write NAME=VALUE"),
+        (["--env", "NO_SUCH_NAME"], "there is no such variable here"),
         (["--version", "9.9.9"], "has no release"),
     ],
 )
@@ -236,6 +236,36 @@ def test_the_twin_gets_no_gpu_and_knows_that_it_is_a_cpu_build(tmp_path: Path) -
     assert "VLLM_TARGET_DEVICE" not in launched(tmp_path, "--gpus", cpu=False).environment
 
 
+def test_a_variable_that_is_handed_over_by_name_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hush")
+    command = launched(tmp_path, "--env", "HF_TOKEN")
+    assert "--env HF_TOKEN " in command.line("docker") and "hush" not in command.line("docker")
+    assert command.options("docker")["environment"]["HF_TOKEN"] == "hush"
+
+
+@pytest.mark.parametrize(
+    ("tag", "arguments", "name"),
+    [
+        ("0.16.0", ["--gpus"], "vllm 0.16.0"),
+        ("0.32.0-cpu", [], "vllm 0.32.0 (cpu)"),
+        ("0.32.0-cpu", ["--version", "0.16.0", "--variant", "cuda"], "vllm 0.16.0"),
+        ("", [], "vllm 0.32.0 (cpu)"),
+        ("", ["--gpus"], "vllm 0.32.0"),
+        ("", ["--base-url", "http://127.0.0.1:9"], "vllm 0.32.0"),
+    ],
+)
+def test_what_is_not_said_about_an_image_is_read_from_its_label(tag: str, arguments: list[str], name: str) -> None:
+    options = smoke.arguments("vllm").parse_args(arguments)
+    assert smoke.chosen_release("vllm", pins.load(), options, tag).name == name
+
+
+def test_somebodys_own_pair_leaves_the_receipt_of_the_image_alone() -> None:
+    image = {"id": f"sha256:{'a' * 64}"}
+    assert smoke.own_receipt({"image": image, "runs": [{"pair": "oracle"}]})
+    assert smoke.own_receipt({"image": image, "runs": [{"pair": "oracle"}, {"pair": "own"}]}) is None
+    assert smoke.own_receipt({"image": None, "runs": [{"pair": "oracle"}]}) is None
+
+
 def test_without_speculation_only_the_drafter_is_left_out(tmp_path: Path) -> None:
     assert smoke.plain(launched(tmp_path)).arguments == ("serve", "--target", "/target", "--no-speculation")
 
@@ -248,7 +278,15 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 
 
 def namespace(**given: object) -> argparse.Namespace:
-    fields = {"k": None, "target": None, "drafter": None, "gpus": None, "oracle_only": False, "deadline": None}
+    fields = {
+        "k": None,
+        "target": None,
+        "drafter": None,
+        "gpus": None,
+        "oracle_only": False,
+        "deadline": None,
+        "oracle": None,
+    }
     return argparse.Namespace(**{**fields, "expect_acceptance": None, **given})
 
 
@@ -265,10 +303,10 @@ def test_with_gpus_the_oracle_comes_first_then_the_pinned_pair_with_its_floor(or
 def test_a_floor_holds_only_at_the_k_that_it_is_pinned_for() -> None:
     all_pins = pins.load()
     target, drafter = all_pins.target.repo, "lightseekorg/kimi-k2.5-eagle3-mla"
-    assert trials.trial_for(all_pins, target, drafter, 3).expected.floor == 2.2
-    assert trials.trial_for(all_pins, target, drafter, 5).expected.floor is None
-    assert trials.trial_for(all_pins, target, "some/other", 3).expected.figures == ()
-    assert trials.trial_for(all_pins, "some/target", drafter, 3).pair == "own"
+    assert trials.trial_for(all_pins, target, None, drafter, 3).expected.floor == 2.2
+    assert trials.trial_for(all_pins, target, None, drafter, 5).expected.floor is None
+    assert trials.trial_for(all_pins, target, "some/other", drafter, 3).expected.figures == ()
+    assert trials.trial_for(all_pins, "some/target", drafter, drafter, 3).pair == "own"
 
 
 def test_an_archive_that_names_files_outside_its_folder_is_refused(tmp_path: Path) -> None:
