@@ -3,7 +3,7 @@
 import time
 from dataclasses import replace
 
-from scripts.pipeline import adapters, ladder, say, server
+from scripts.pipeline import adapters, base, ladder, say, server
 from scripts.pipeline.adapters import Adapter
 from scripts.pipeline.ladder import Answer, Measured, Rung
 from scripts.pipeline.trials import Group, Trial
@@ -14,6 +14,19 @@ LOG_LINES = 20
 def report(rung: Rung) -> Rung:
     say.step(f"{rung.name} {rung.status}" + (f": {rung.failure}" if rung.failure else "") + f": {rung.detail}")
     return rung
+
+
+def show_log(up: server.Server) -> None:
+    """Show the last lines of a server's log, and keep all of it: its container is about to be removed."""
+    lines = up.log(server.WHOLE)
+    for line in lines[-LOG_LINES:]:
+        say.note(line)
+    if lines:
+        path = base.cache() / "smoke-failed.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        path.write_text("\n".join(lines) + "\n")
+        say.note(f"the whole log: {path}")
 
 
 def answers(up: server.Server, adapter: Adapter, model: str, group: Group) -> tuple[Answer, ...]:
@@ -45,8 +58,7 @@ def first(up: server.Server, adapter: Adapter, deadline: float, pinned: str, ins
     served = (server.served_version(up, adapter) or "not told") if waited.healthy else None
     found = report(ladder.version(pinned, installed, served))
     if healthy.status == "failed":
-        for line in up.log(LOG_LINES):
-            say.note(line)
+        show_log(up)
     return [found] if found.status == "failed" else [found, report(healthy)]
 
 
@@ -55,10 +67,10 @@ def failed_request(up: server.Server, rung: str, error: Exception) -> Rung:
     patience = time.monotonic() + server.ASK_S
     while (ended := up.ended()) is None and time.monotonic() < patience and not isinstance(error, server.Garbled):
         time.sleep(0.2)
-    for line in up.log(LOG_LINES):
-        say.note(line)
+    show_log(up)
     if ended:
-        return ladder.failed(rung, "died", f"{ended} while it answered ({error})")
+        why = server.cause(up.log(server.WHOLE))
+        return ladder.failed(rung, "died", f"{ended} while it answered ({error}); its log: {why or 'empty'}")
     return ladder.failed(rung, "garbled" if isinstance(error, server.Garbled) else "request-failed", str(error))
 
 
@@ -84,6 +96,7 @@ def without(up: server.Server, adapter: Adapter, trial: Trial) -> tuple[Answer, 
     waited = server.wait(up, adapter.health, trial.deadline)
     rung = ladder.health(waited.seconds, trial.deadline, waited.ended, waited.healthy, waited.last)
     if rung.status == "failed":
+        show_log(up)
         return replace(rung, detail=f"the server without speculation: {rung.detail}")
     try:
         model = server.model_name(up, adapter)

@@ -22,8 +22,8 @@ FAILURES = {
     "wrong-version": "build the image again, or name the version that is meant with --version",
     "image-incomplete": "`docker run --rm IMAGE about` says more; build it again",
     "cannot-start": "the container engine's own words say why",
-    "died": "the last lines of its log say why",
-    "never-healthy": "the last lines of its log say what it waits for; --deadline gives it more time",
+    "died": "the lines of its log above say more",
+    "never-healthy": "its log says what it waits for; --deadline gives it more time",
     "request-failed": "the server's log says why",
     "garbled": "the target itself is wrong: its weights, its quantisation or a kernel; try --no-speculation",
     "counters-missing": "the server runs without speculation, or the engine has renamed its counters (adapters.py)",
@@ -185,8 +185,8 @@ def version(pinned: str, installed: str | None, served: str | None) -> Rung:
 
 
 def health(seconds: float, deadline: float, ended: str | None, healthy: bool, last: str) -> Rung:
-    """S1. `ended` says how the process ended, None while it lives; `last` is the last line of its log."""
-    said = f"; its last line: {last}" if last else ""
+    """S1. `ended` says how the process ended, None while it lives; `last` is what its log says of that."""
+    said = f"; its log: {last}" if last else ""
     if ended is not None:
         return failed("S1", "died", f"{ended} after {seconds:.0f} s{said}", seconds=round(seconds, 1))
     if not healthy:

@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ SAY_S = 5.0  # between two lines of progress where there's no terminal
 ASK_S = 5.0  # for an answer that costs the server nothing
 GENERATE_S = 600.0  # for an answer that has to be generated
 SETTLE_S = 10.0  # how long counters may lag behind an answer
+WHOLE = 100_000  # lines of a log that count as all of it
 LINE = 110  # characters of a log line that are shown as progress
 
 
@@ -131,8 +132,17 @@ class Contained:
 def tidy(log: str) -> list[str]:
     """Lines as a terminal would show them at last: no colours, of a progress bar its last state, none empty."""
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", log)
-    lines = [line.rstrip("\r").rpartition("\r")[2].strip() for line in plain.split("\n")]
+    lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in plain.split("\n")]
     return [line for line in lines if line]
+
+
+_CAUSE = re.compile(r"(?:^|\s)((?:\w+\.)*[A-Z]\w*(?:Error|Exception): \S.*)")
+
+
+def cause(lines: Sequence[str]) -> str:
+    """What a log says went wrong: its first exception. The last one only says that another process has failed."""
+    found = [match[1] for line in lines if (match := _CAUSE.search(line))]
+    return found[0] if found else lines[-1].strip() if lines else ""
 
 
 @contextmanager
@@ -167,7 +177,7 @@ def ask(server: Server, path: str, body: Mapping[str, Any] | None = None, key: s
 
 @dataclass(frozen=True)
 class Waited:
-    """How waiting for a server went; `last` is the last line of its log."""
+    """How waiting for a server went; `last` is what its log says: why it ended, else its last line."""
 
     seconds: float
     ended: str | None
@@ -191,9 +201,9 @@ def wait(server: Server, health: str, deadline: float, started: float | None = N
                 except OSError:
                     pass
             seconds = time.monotonic() - start
-            last = next(iter(reversed(server.log(1))), "")
+            last = next(iter(reversed(server.log(1))), "").strip()
             if ended is not None or healthy or seconds >= deadline:
-                return Waited(seconds, ended, healthy, last)
+                return Waited(seconds, ended, healthy, cause(server.log(WHOLE)) if ended else last)
             if terminal or seconds - said >= SAY_S:
                 said = seconds
                 line = f"    {seconds:.0f} s of {deadline:.0f} s: {last[:LINE] or 'no answer yet'}"

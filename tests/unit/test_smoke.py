@@ -38,6 +38,13 @@ class Process:
         return server.tidy(self.file.read_text())[-lines:]
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is kept goes to a folder of the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kimi-eagle3"
+
+
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[[str], Process]]:
     started: list[subprocess.Popen[bytes]] = []
@@ -127,13 +134,14 @@ def test_each_fault_fails_at_its_rung_with_its_name(
 
 
 def test_a_dead_process_is_noticed_at_once_with_its_last_lines(
-    serve: Callable[[str], Process], oracle: Path, capsys: pytest.CaptureFixture[str]
+    serve: Callable[[str], Process], oracle: Path, capsys: pytest.CaptureFixture[str], cache: Path
 ) -> None:
     start = time.monotonic()
     rungs = up(serve("dies"), oracle, deadline=60.0)
     assert time.monotonic() - start < 5
     assert "exit code 3" in rungs["S1"].detail and "fc_norm" in rungs["S1"].detail
     assert "Loading shards:  40%" in capsys.readouterr().out
+    assert "fc_norm" in (cache / "smoke-failed.log").read_text()
 
 
 def test_progress_is_plain_lines_with_what_the_server_says_elapsed_and_deadline(
@@ -318,5 +326,16 @@ def test_an_archive_that_names_files_outside_its_folder_is_refused(tmp_path: Pat
     assert not (tmp_path.parent / "outside").exists()
 
 
+def test_what_went_wrong_is_the_first_exception_and_not_the_one_that_another_process_has_of_it() -> None:
+    log = [
+        "(EngineCore pid=53) ERROR 11-30 22:53:01 [core.py:1203] RuntimeError: Cannot find any model weights with `/d`",
+        "    raise RuntimeError(",
+        "RuntimeError: Engine core initialization failed. See root cause above.",
+    ]
+    assert server.cause(log) == "RuntimeError: Cannot find any model weights with `/d`"
+    assert server.cause(["INFO: ready", "Killed"]) == "Killed" and server.cause([]) == ""
+    assert server.cause(["torch.cuda.OutOfMemoryError: CUDA out of memory"]).startswith("torch.cuda.OutOf")
+
+
 def test_a_log_is_shown_as_a_terminal_would() -> None:
-    assert server.tidy("\x1b[36mINFO\x1b[0m ready\n\n 10%\r 20%\r\n") == ["INFO ready", "20%"]
+    assert server.tidy("\x1b[36mINFO\x1b[0m ready\n\n 10%\r 20%\r\n") == ["INFO ready", " 20%"]
