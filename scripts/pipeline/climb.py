@@ -64,14 +64,15 @@ def first(up: server.Server, adapter: Adapter, deadline: float, pinned: str, ins
 
 def failed_request(up: server.Server, rung: str, error: Exception) -> Rung:
     """Why a request failed: the process has died, what came back is no answer, or it was refused."""
-    patience = time.monotonic() + server.ASK_S
-    while (ended := up.ended()) is None and time.monotonic() < patience and not isinstance(error, server.Garbled):
+    patience = time.monotonic() + (0 if isinstance(error, server.Garbled | TimeoutError) else server.ASK_S)
+    while (ended := up.ended()) is None and time.monotonic() < patience:
         time.sleep(0.2)
     show_log(up)
     if ended:
         why = server.cause(up.log(server.WHOLE))
         return ladder.failed(rung, "died", f"{ended} while it answered ({error}); its log: {why or 'empty'}")
-    return ladder.failed(rung, "garbled" if isinstance(error, server.Garbled) else "request-failed", str(error))
+    names = {server.Garbled: "garbled", TimeoutError: "wedged"}
+    return ladder.failed(rung, names.get(type(error), "request-failed"), str(error))
 
 
 def climb(up: server.Server, adapter: Adapter, trial: Trial, pinned: str, installed: str | None) -> tuple[Rung, ...]:

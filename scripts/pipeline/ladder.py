@@ -25,6 +25,7 @@ FAILURES = {
     "died": "the lines of its log above say more",
     "never-healthy": "its log says what it waits for; --deadline gives it more time",
     "request-failed": "the server's log says why",
+    "wedged": "it is up and doesn't answer: the server's log says what it does",
     "garbled": "the target itself is wrong: its weights, its quantisation or a kernel; try --no-speculation",
     "counters-missing": "the server runs without speculation, or the engine has renamed its counters (adapters.py)",
     "counters-still": "the metrics aren't those of the server that answered: another process or replica?",

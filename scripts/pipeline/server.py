@@ -27,7 +27,7 @@ PORT = 8000  # inside a container
 POLL_S = 1.0
 SAY_S = 5.0  # between two lines of progress where there's no terminal
 ASK_S = 5.0  # for an answer that costs the server nothing
-GENERATE_S = 600.0  # for an answer that has to be generated
+GENERATE_S = 300.0  # for an answer that has to be generated
 SETTLE_S = 10.0  # how long counters may lag behind an answer
 WHOLE = 100_000  # lines of a log that count as all of it
 LINE = 110  # characters of a log line that are shown as progress
@@ -159,7 +159,9 @@ def contained(engine: containers.ContainerEngine, launch: Launch) -> Iterator[Co
 
 
 def ask(server: Server, path: str, body: Mapping[str, Any] | None = None, key: str = "", timeout: float = ASK_S) -> str:
-    """GET, or POST of JSON. Never through a proxy of the environment. Raises OSError for any answer but success."""
+    """GET, or POST of JSON. Never through a proxy of the environment. Raises OSError for any answer but success,
+    TimeoutError among them for none at all.
+    """
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
     request = urllib.request.Request(server.url + path, json.dumps(body).encode() if body else None, headers)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -169,6 +171,8 @@ def ask(server: Server, path: str, body: Mapping[str, Any] | None = None, key: s
     except urllib.error.HTTPError as error:
         said = " ".join(error.read().decode(errors="replace").split())
         raise OSError(f"{path} answers {error.code}: {said[:300] or error.reason}") from None
+    except TimeoutError:
+        raise TimeoutError(f"{path} gave no answer in {timeout:g} s") from None
     except urllib.error.URLError as error:
         raise OSError(f"{path} doesn't answer ({error.reason})") from None
     except http.client.HTTPException as error:

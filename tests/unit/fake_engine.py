@@ -99,6 +99,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.fault == "dies-when-asked":
             print("RuntimeError: the engine core is gone", flush=True)
             os._exit(4)
+        if self.fault == "hangs-when-asked":
+            time.sleep(60)
         if self.fault == "refuses" or body["model"] != "/oracle/target" or body["max_tokens"] != 97:
             return self.send(500, '{"error": "EngineCore encountered an issue"}')
         Handler.asked = True

@@ -103,6 +103,7 @@ def test_a_healthy_server_passes_s0_to_s3_with_its_numbers(serve: Callable[[str]
         ("no-json", "S2", "garbled"),
         ("cut-short", "S2", "garbled"),
         ("refuses", "S2", "request-failed"),
+        ("hangs-when-asked", "S2", "wedged"),
         ("dies-when-asked", "S2", "died"),
         ("no-speculation", "S2", "counters-missing"),
         ("accepted-missing", "S2", "counters-missing"),
@@ -126,6 +127,7 @@ def test_each_fault_fails_at_its_rung_with_its_name(
 ) -> None:
     monkeypatch.setattr(server, "SETTLE_S", 0.3)
     monkeypatch.setattr(server, "ASK_S", 0.7)
+    monkeypatch.setattr(server, "GENERATE_S", 1.0)
     rungs = up(serve(fault), oracle, deadline=2.0)
     assert [(r.name, r.failure) for r in rungs.values() if r.status == "failed"] == [(rung, name)]
     above = ladder.RUNGS[ladder.RUNGS.index(rung) + 1 :]
