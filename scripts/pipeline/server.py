@@ -189,9 +189,9 @@ class Waited:
     last: str
 
 
-def wait(server: Server, health: str, deadline: float, started: float | None = None) -> Waited:
+def wait(server: Server, health: str, deadline: float) -> Waited:
     """Wait until `health` answers, the process ends, or `deadline` seconds have passed; progress is shown meanwhile."""
-    start = time.monotonic() if started is None else started
+    start = time.monotonic()
     said = -SAY_S
     terminal = sys.stdout.isatty()
     try:
