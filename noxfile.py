@@ -52,6 +52,12 @@ def lock(session: nox.Session) -> None:
 
 
 @nox.session
+def oracle(session: nox.Session) -> None:
+    """Write a tiny target and drafter that are right if, and only if, an engine's hidden states are."""
+    job(session, "oracle")
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Time a cold build against a plain pip install of the same locks, and a rebuild after a patch edit."""
     job(session, "bench")

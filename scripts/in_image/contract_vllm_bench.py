@@ -207,13 +207,13 @@ class Bench:
         return tiny_models.write_llama_target(self.work / "llama-target")
 
     def drafter(self, kind: str) -> Path:
-        """The checkpoint of a drafter: `llama`, `mla`, or `kimi_k2` (a Llama drafter of that model type)."""
+        """The checkpoint of a drafter: `llama`, `mla`, or one of these under another model type, `llama:kimi_k2`."""
         folder = self.work / f"{kind}-drafter"
         if folder.exists():
             return folder
-        if kind == "mla":
-            return tiny_models.write_mla_drafter(folder)
-        return tiny_models.write_llama_drafter(folder, model_type=kind)
+        architecture, _, model_type = kind.partition(":")
+        write = {"mla": tiny_models.write_mla_drafter, "llama": tiny_models.write_llama_drafter}[architecture]
+        return write(folder, **({"model_type": model_type} if model_type else {}))
 
     @cached_property
     def config(self) -> Any:

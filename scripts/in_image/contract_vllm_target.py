@@ -45,7 +45,7 @@ def placeholder_token(context: Context) -> str:
 
 def config_type(context: Context) -> str:
     """A drafter whose config.json says kimi_k2 has a config."""
-    folder = bench(context).drafter("kimi_k2")
+    folder = bench(context).drafter("llama:kimi_k2")
     from vllm.transformers_utils.config import get_config
 
     try:

@@ -96,7 +96,6 @@ MLA_DRAFTER = (
     | MLA
     | {
         "architectures": ["Eagle3DeepseekV2ForCausalLM"],
-        # Up to 0.33 at least, a drafter of model type deepseek_v3 is taken for the MTP layers of a target.
         "model_type": "kimi_k2",
         # Without YaRN the class of 0.18 to 0.27.1 fails on a plain rope; Kimi's drafters have YaRN anyway.
         "rope_scaling": {

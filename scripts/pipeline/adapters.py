@@ -36,6 +36,7 @@ class Adapter:
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     on_cpu: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     oracle_flags: tuple[str, ...] = ()
+    split: str = ""  # the flag for the number of GPUs
 
 
 # The names are the same in 0.16.0, 0.18.0, 0.19.1, 0.32.0 and 0.33.0.
@@ -58,10 +59,8 @@ VLLM = Adapter(
     environment=MappingProxyType({"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}),
     # One thread: more only cost time where the tensors are tiny.
     on_cpu=MappingProxyType({"VLLM_TARGET_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}),
-    oracle_flags=(
-        *("--max-model-len", "2048", "--tensor-parallel-size", "1"),
-        *("--limit-mm-per-prompt", '{"vision_chunk": 0}'),
-    ),
+    split="--tensor-parallel-size",
+    oracle_flags=("--max-model-len", "2048", "--limit-mm-per-prompt", '{"vision_chunk": 0}'),
 )
 ADAPTERS = {adapter.engine: adapter for adapter in (VLLM,)}
 

@@ -10,7 +10,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,18 +96,7 @@ def prepare_context(all_pins: pins.Pins, release: pins.Release, origin: base.Bas
         shutil.copytree(scripts / "in_image", new / "in_image", ignore=ignore)
         shutil.copytree(scripts / "layers", new / "layers")
         (new / "base.json").write_text(json.dumps(asdict(origin), indent=1, sort_keys=True) + "\n")
-        subprocess.run(
-            [
-                sys.executable,
-                scripts / "in_image" / "release.py",
-                pins.PINS,
-                release.engine,
-                release.version,
-                release.variant,
-                new / "release.json",
-            ],
-            check=True,
-        )
+        (new / "release.json").write_text(json.dumps(pins.record(all_pins, release), indent=1, sort_keys=True) + "\n")
         shutil.rmtree(context, ignore_errors=True)
         new.rename(context)
     return context

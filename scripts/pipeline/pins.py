@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,20 @@ class Drafter:
 
 
 @dataclass(frozen=True)
+class Serve:
+    """What an image serves with when it is told nothing else. A flag that is `True` has no value."""
+
+    port: int
+    flags: dict[str, Any]
+    env: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Release:
     """An engine at a version, in one variant: `cuda`, or `cpu` (the twin).
 
-    `override` names the packages where the torch stack wins over what `package` asks for.
+    `override` names the packages where the torch stack wins over what `package` asks for; `serving_objects` are globs
+    below site-packages of the shared objects that serving loads.
     """
 
     engine: str
@@ -89,6 +99,8 @@ class Release:
     torch: Torch
     drafter: Drafter
     default: bool
+    serve: Serve
+    serving_objects: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -120,7 +132,10 @@ class Pins:
     platform: str
     installer: str
     arch: str
+    gpu_count: int
+    gpu_name: str
     target: Model
+    target_gb: int
     drafters: tuple[Drafter, ...]
     releases: tuple[Release, ...]
 
@@ -167,11 +182,27 @@ def _parse(data: dict[str, Any]) -> Pins:
     drafters = {name: _drafter(name, d) for name, d in data["drafters"].items()}
     releases = []
     for r in data["release"]:
-        common = (torch[r["torch"]], drafters[r["drafter"]], r.get("default", False))
-        releases.append(Release(r["engine"], r["version"], "cuda", r["engine"], (), *common))
+        common = data["serve"][r["engine"]]
+        flags = {"tensor-parallel-size": data["gpu"]["count"], **common["flags"], **r.get("flags", {})}
+        variants = {"cuda": r | {"package": r["engine"], "override": [], "flags": flags}}
+        variants["cuda"]["env"] = common["env"] | r.get("env", {})
         if "cpu" in r:
+            # The twin serves small models on a CPU: its flags are its own, not those for GPUs.
+            variants["cpu"] = r["cpu"]
+        for variant, own in variants.items():
             releases.append(
-                Release(r["engine"], r["version"], "cpu", r["cpu"]["package"], tuple(r["cpu"]["override"]), *common)
+                Release(
+                    engine=r["engine"],
+                    version=r["version"],
+                    variant=variant,
+                    package=own["package"],
+                    override=tuple(own["override"]),
+                    torch=torch[r["torch"]],
+                    drafter=drafters[r["drafter"]],
+                    default=r.get("default", False),
+                    serve=Serve(common["port"], own["flags"], own["env"]),
+                    serving_objects=tuple(own["serving_objects"]),
+                )
             )
     debian = data["debian"]
     if not re.fullmatch(r"\S+@sha256:[0-9a-f]{64}", debian["image"]):
@@ -185,7 +216,10 @@ def _parse(data: dict[str, Any]) -> Pins:
         data["python"]["platform"],
         data["python"]["installer"],
         data["gpu"]["arch"],
+        data["gpu"]["count"],
+        data["gpu"]["name"],
         _model(data["target"], "target"),
+        data["target"]["size_gb"],
         tuple(drafters.values()),
         tuple(releases),
     )
@@ -206,3 +240,29 @@ def load(path: Path = PINS) -> Pins:
         raise Stop(f"{path}: {error}") from None
     except Stop as stop:
         raise Stop(f"{path.name}: {stop}") from None
+
+
+def record(all_pins: Pins, release: Release) -> dict[str, Any]:
+    """What the image of a release knows of pins.toml (release.json). Another release's entry changes nothing in it."""
+    drafter = release.drafter
+    return {
+        "engine": release.engine,
+        "version": release.version,
+        "variant": release.variant,
+        "package": release.package,
+        "python": all_pins.python,
+        "torch": release.torch.version,
+        "cuda": release.torch.cuda,
+        "nvcc": release.torch.nvcc,
+        "arch": all_pins.arch,
+        "gpu": {"count": all_pins.gpu_count, "name": all_pins.gpu_name},
+        "target": {**asdict(all_pins.target), "size_gb": all_pins.target_gb},
+        "drafter": {
+            **asdict(drafter.model),
+            "name": drafter.name,
+            "architecture": drafter.architecture,
+            "draft_tokens": drafter.draft_tokens,
+        },
+        "serve": asdict(release.serve),
+        "serving_objects": list(release.serving_objects),
+    }

@@ -71,6 +71,8 @@ def launch(options: argparse.Namespace, adapter: Adapter, image: str, cpu: bool,
     if options.cache or len(mounts) < 2:
         mounts[options.cache or CACHE] = ("/cache", "rw")
     flags = adapter.oracle_flags if trial.pair == "oracle" and not cpu else ()
+    if options.gpus and options.gpus != "all":
+        flags = (adapter.split, str(len(options.gpus.split(","))), *flags)
     for pair in options.env:
         name, equals, value = pair.partition("=")
         environment[name] = value if equals else None

@@ -1,15 +1,14 @@
 """What the smoke test puts through the ladder: the oracle, the pinned target and drafter, or anybody's own pair."""
 
-import io
 import json
-import tarfile
+import subprocess
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scripts.pipeline import containers, pins, say, server
+from scripts.pipeline import containers, oracle, pins, say, server
 from scripts.pipeline.ladder import Answer, Expected, Figure
 
 PROMPTS = Path(__file__).with_name("prompts.toml")
@@ -74,39 +73,20 @@ def oracle_trial(folder: Path, k: int, origin: str = "") -> Trial:
     return Trial("oracle", *models, k, (group,), expected, DEADLINES["oracle"], origin)
 
 
-def make_oracle(engine: containers.ContainerEngine, image: str, out: Path, arguments: Sequence[str]) -> Path:
-    """Write the oracle to `out` with the image's torch and this checkout's script, and return the folder.
+def make_oracle(engine: containers.ContainerEngine, image: str, folder: Path, arguments: Sequence[str]) -> Path:
+    """Write the oracle into `folder` with an image's torch, readable for the image's user, and return its own folder.
 
-    It comes back through the engine's API, so that it is ours whoever the image's user is.
+    Raises Stop where oracle.py fails.
     """
-    script = pins.ROOT / "scripts" / "in_image"
-    if not (script / "oracle.py").is_file():
-        raise say.Stop(f"{script} has no oracle.py: give --target and --drafter")
-    command = ["python3", "/oracle/oracle.py", "/tmp/made", *arguments]
-    volumes = {str(script): {"bind": "/oracle", "mode": "ro"}}
-    with containers.started(engine, image, command, volumes=volumes, network_mode="none") as container:
-        code = int(container.wait(timeout=600)["StatusCode"])
-        if code:
-            said = server.tidy(container.logs().decode(errors="replace"))[-1:]
-            raise say.Stop(f"oracle.py failed in {image}: {''.join(said)}")
-        unpack(b"".join(container.get_archive("/tmp/made")[0]), out)
-    return out / "made"
-
-
-def unpack(archive: bytes, out: Path) -> None:
-    """The plain files of a tar, in folders that the image's user can read, too."""
-    out.chmod(0o755)
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        for member in tar:
-            path = (out / member.name).resolve()
-            if not path.is_relative_to(out.resolve()):
-                raise say.Stop(f"the archive of {out} names a file outside of it: {member.name}")
-            if member.isdir():
-                path.mkdir(parents=True, exist_ok=True)
-                path.chmod(0o755)
-            elif (content := tar.extractfile(member)) is not None:
-                path.write_bytes(content.read())
-                path.chmod(0o644)
+    out = folder / "oracle"
+    done = subprocess.run(
+        oracle.command(engine, image, folder, [str(out), *arguments]), capture_output=True, text=True, errors="replace"
+    )
+    if done.returncode:
+        said = server.tidy(done.stdout + done.stderr)[-1:]
+        raise say.Stop(f"the oracle can't be made with {image}: {''.join(said) or f'exit code {done.returncode}'}")
+    folder.chmod(0o755)
+    return out
 
 
 def drafter_for(all_pins: pins.Pins, name: str) -> pins.Drafter | None:

@@ -1,7 +1,7 @@
 """What the image passes to the engine, read by the real parser of each installed release.
 
-Needs KIMI_EAGLE3_VENV_0_16_0 or KIMI_EAGLE3_VENV_0_32_0 (or both): the Python interpreter of an environment that holds
-the release. No GPU: the parser only wants to know a platform, and gets the CPU's.
+Needs KIMI_EAGLE3_VENV_<version with underscores> of a pinned release: the Python interpreter of an environment that
+holds it. No GPU: the parser only wants to know a platform, and gets the CPU's.
 """
 
 import json
@@ -13,16 +13,17 @@ from typing import Any
 import pytest
 
 from scripts.in_image import entrypoint
+from scripts.pipeline import pins
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERPRETERS = {
-    version: os.environ[name]
-    for version in ("0.16.0", "0.32.0")
-    if os.environ.get(name := f"KIMI_EAGLE3_VENV_{version.replace('.', '_')}")
+    release.version: os.environ[name]
+    for release in pins.load().releases
+    if os.environ.get(name := f"KIMI_EAGLE3_VENV_{release.version.replace('.', '_')}")
 }
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(not INTERPRETERS, reason="no KIMI_EAGLE3_VENV_0_16_0 or KIMI_EAGLE3_VENV_0_32_0"),
+    pytest.mark.skipif(not INTERPRETERS, reason="no KIMI_EAGLE3_VENV_*"),
 ]
 # Reads command lines from standard input; writes what the engine's parser makes of each, null where it refuses.
 PARSE = """
@@ -63,13 +64,11 @@ CASES: dict[str, list[str]] = {
 
 
 @pytest.fixture(scope="module", params=list(INTERPRETERS))
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def engine(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What the engine says, with `parsed` by the name of the case, and `release`."""
-    out = tmp_path_factory.mktemp("release") / "release.json"
     python = INTERPRETERS[request.param]
-    script = ROOT / "scripts" / "in_image" / "release.py"
-    subprocess.run([python, script, ROOT / "pins.toml", "vllm", request.param, "cuda", out], check=True)
-    release = json.loads(out.read_text())
+    all_pins = pins.load()
+    release = pins.record(all_pins, all_pins.release("vllm", request.param))
     plans = [entrypoint.plan(release, entrypoint.parse(case), {}) for case in CASES.values()]
     lines = json.dumps([plan.command[1:] for plan in plans])
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.pipeline import pins
+
 ROOT = Path(__file__).resolve().parents[2]
 SERIES = ROOT / "patches" / "vllm" / "0.32.0"
 VERSIONS = {"vllm": "0.32.0", "torch": "2.13.0+cu130"}
@@ -27,9 +29,9 @@ def image(tmp_path: Path) -> Path:
     shutil.copytree(SERIES, tmp_path / "series")
     (tmp_path / "locks").mkdir()
     (tmp_path / "locks" / "engine.txt").write_text("vllm==0.32.0\n")
-    script = ROOT / "scripts" / "in_image" / "release.py"
-    release = [script, ROOT / "pins.toml", "vllm", "0.32.0", "cuda", tmp_path / "release.json"]
-    subprocess.run([sys.executable, *release], check=True)
+    all_pins = pins.load()
+    release = pins.record(all_pins, all_pins.release("vllm", "0.32.0"))
+    (tmp_path / "release.json").write_text(json.dumps(release))
     base = {"kind": "bootstrapped", "reference": "kimi-eagle3/base:bookworm", "sha256": "0" * 64}
     for name, data in (("base", base), ("contract", CONTRACT), ("coverage", COVERAGE)):
         (tmp_path / f"{name}.json").write_text(json.dumps(data))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from scripts.in_image import entrypoint
+from scripts.pipeline import pins
 
 ROOT = Path(__file__).resolve().parents[2]
 TELL = "import json, os, sys; print(json.dumps({'pid': os.getpid(), 'args': sys.argv[1:], 'env': dict(os.environ)}))"
@@ -23,8 +24,9 @@ class Image:
     def __init__(self, root: Path, version: str, variant: str) -> None:
         self.root, self.bin = root, root / "bin"
         shutil.copytree(ROOT / "scripts" / "in_image", root / "in_image")
-        release = [sys.executable, root / "in_image" / "release.py", ROOT / "pins.toml", "vllm", version, variant]
-        subprocess.run([*release, root / "release.json"], check=True)
+        all_pins = pins.load()
+        release = pins.record(all_pins, all_pins.release("vllm", version, variant))
+        (root / "release.json").write_text(json.dumps(release))
         self.bin.mkdir()
         (self.bin / "vllm").write_text(f"#!{sys.executable}\n{TELL}\n")
         (self.bin / "vllm").chmod(0o755)
