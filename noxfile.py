@@ -32,6 +32,12 @@ def build_vllm(session: nox.Session) -> None:
     job(session, "build", "vllm")
 
 
+@nox.session(name="smoke-vllm")
+def smoke_vllm(session: nox.Session) -> None:
+    """Test a vLLM image, or a server that is up: start, health, drafts, acceptance length; write the receipt."""
+    job(session, "smoke", "vllm")
+
+
 @nox.session(name="check-patches")
 def check_patches(session: nox.Session) -> None:
     """Lint every series and apply it, exactly, to the pristine wheel it was made for."""

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from scripts.pipeline.say import Stop, note
 
 if TYPE_CHECKING:
     from docker import DockerClient
+    from docker.models.containers import Container
 
 FORCE = "KIMI_EAGLE3_CONTAINER_ENGINE"
 SETUP = "run `nox -s setup`"
@@ -494,18 +496,16 @@ def _await_socket(socket: Path, service: "subprocess.Popen[bytes]") -> None:
         time.sleep(0.05)
 
 
-def run(
-    engine: ContainerEngine, ref: str, args: Sequence[str] = (), *, timeout: float = 600.0, **options: Any
-) -> tuple[int, str]:
-    """Run a container to its end: its exit code and its output (standard output and errors together).
+@contextmanager
+def started(engine: ContainerEngine, ref: str, args: Sequence[str] = (), **options: Any) -> Iterator["Container"]:
+    """A container that runs for the time of a `with` block. It is always removed, also after Ctrl-C.
 
     `options` are those of the Docker SDK's `containers.create` (environment, volumes, network_mode, entrypoint, ...).
-    The container is always removed, also after an exception or Ctrl-C.
-    Raises Stop where it can't be started or doesn't end within `timeout` seconds.
+    Raises Stop where it can't be started, or where the engine fails inside the block.
     """
     from docker.errors import APIError, DockerException, NotFound
     from docker.types import Ulimit
-    from requests.exceptions import ConnectionError, ReadTimeout, RequestException
+    from requests.exceptions import RequestException
 
     name = f"kimi-eagle3-{uuid.uuid4().hex[:12]}"
     if engine.kind == "podman" and not engine.endpoint:
@@ -514,16 +514,47 @@ def run(
         try:
             container = api.containers.create(ref, list(args), name=name, **options)
             container.start()
-            try:
-                code = int(container.wait(timeout=timeout)["StatusCode"])
-            except (ReadTimeout, ConnectionError):
-                last = _last_line(container.logs(tail=1).decode(errors="replace"))
-                raise Stop(f"{ref} {' '.join(args)} didn't end within {timeout:g} s; its last line: {last}") from None
-            return code, container.logs().decode(errors="replace")
+            yield container
         except APIError as error:
             raise Stop(f"{ref} {' '.join(args)} can't be run: {_last_line(str(error.explanation or error))}") from None
         except (DockerException, RequestException) as error:
             raise Stop(f"{ref} {' '.join(args)} can't be run: {_last_line(str(error))}") from None
         finally:
-            with suppress(NotFound, RequestException):  # by name: Ctrl-C may come before we have the answer to `create`
+            with _to_the_end(), suppress(NotFound, RequestException):
+                # By name: Ctrl-C may come before we have the answer to `create`.
                 api.containers.get(name).remove(force=True, v=True)
+
+
+@contextmanager
+def _to_the_end() -> Iterator[None]:
+    """A second Ctrl-C or SIGTERM waits until the block has ended: it would leave a container behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals reach the main thread alone
+        return
+    came: list[int] = []
+    before = {one: signal.signal(one, lambda number, _: came.append(number)) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler or signal.SIG_DFL)
+        for number in came:
+            signal.raise_signal(number)
+
+
+def run(
+    engine: ContainerEngine, ref: str, args: Sequence[str] = (), *, timeout: float = 600.0, **options: Any
+) -> tuple[int, str]:
+    """Run a container to its end: its exit code and its output (standard output and errors together).
+
+    `options` as for `started`. Raises Stop where it can't be started or doesn't end within `timeout` seconds.
+    """
+    from requests.exceptions import ConnectionError, ReadTimeout
+
+    with started(engine, ref, args, **options) as container:
+        try:
+            code = int(container.wait(timeout=timeout)["StatusCode"])
+        except (ReadTimeout, ConnectionError):
+            last = _last_line(container.logs(tail=1).decode(errors="replace"))
+            raise Stop(f"{ref} {' '.join(args)} didn't end within {timeout:g} s; its last line: {last}") from None
+        return code, container.logs().decode(errors="replace")
