@@ -248,7 +248,7 @@ def load(path: Path = PINS) -> Pins:
         raise Stop(f"{path.name}: {error}") from None
     except KeyError as key:
         raise Stop(f"{path.name} lacks the key or the entry {key}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, TypeError, AttributeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, AttributeError) as error:
         raise Stop(f"{path.name}: {error}") from None
     except Stop as stop:
         raise Stop(f"{path.name}: {stop}") from None
