@@ -1,4 +1,4 @@
-"""Build images: check what goes in, build with the network up to the engine, patch and verify without it.
+"""Build images: check what goes in, build with the network up to the engine, patch and verify without it, test.
 
 An image gets its tag only when its contract and coverage held inside the build.
 """
@@ -20,8 +20,10 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scripts.pipeline import base, containers, lockfile, network, pins, say, series
+from scripts.pipeline import base, containers, lockfile, network, pins, say, series, smoke, twin
 
+# Numbers of draft tokens that the smoke test after a build tries; the pinned one first.
+PROOF = (3, 1, 5)
 # Room for the layers of the last stages alone, in GB.
 REBUILD_GB = 2
 
@@ -183,6 +185,8 @@ def build(
     Raises Stop where any stage fails; the tag then stays where it was, on an image that passed, or on none.
     """
     contexts = base.cache() / "context"
+    if release.variant != "cuda":
+        say.step(f"{release.name}: the wheel's Python is the image's but for {twin.compare(all_pins, release)}")
     with alone(release), network.secrets() as given, tempfile.TemporaryDirectory(dir=contexts) as own:
         context = prepare_context(all_pins, release, origin, Path(own))
         first, second = steps(all_pins, release, origin)
@@ -217,6 +221,28 @@ def confirm(engine: containers.ContainerEngine, image: str) -> None:
         with containers.client(engine) as api:
             api.images.remove(image, force=True)
         raise say.Stop(f"{image} holds something else than its labels say ({', '.join(wrong)}): build it again, alone")
+
+
+def prove(engine: containers.ContainerEngine, all_pins: pins.Pins, release: pins.Release, origin: base.Base) -> None:
+    """The smoke test of a release that was built, with the oracle: on GPUs, or on the twin, which is built for it.
+
+    A release that has no twin goes through the oracle in a process of its image, without a server.
+    """
+    which = [release.engine, "--version", release.version]
+    if smoke.has_gpus(engine):
+        smoke.job([*which, "--gpus", "--oracle-only", "--k", *map(str, PROOF)])
+        return
+    twins = [r for r in all_pins.releases if (r.engine, r.version, r.variant) == (*which[::2], "cpu")]
+    if twins:
+        if release.variant == "cuda":
+            build(engine, all_pins, twins[0], origin)
+        smoke.job([*which, "--variant", "cpu", "--compare-plain", "--k", *map(str, PROOF)])
+    else:
+        say.step(f"{release.name} has no twin: the oracle in a process of the image, without a server")
+        code, output = containers.run(engine, all_pins.image(release), ["prove"], network_mode="none")
+        print(output)
+        if code:
+            raise say.Stop(f"{all_pins.image(release)} hands over wrong hidden states (above): mend its series")
 
 
 def show_commands(engine: containers.ContainerEngine, all_pins: pins.Pins, release: pins.Release, origin: base.Base,
@@ -264,6 +290,7 @@ def job(argv: list[str]) -> None:
         "(default): bootstrap only where the registry can't be reached",
     )
     parser.add_argument("--no-cache", action="store_true", help="build every layer anew")
+    parser.add_argument("--no-smoke", action="store_true", help="build only; `nox -s smoke-vllm` tests it later")
     parser.add_argument("--print", action="store_true", help="make base and context ready, and show the commands")
     options = parser.parse_args(argv)
     all_pins = pins.load()
@@ -284,8 +311,12 @@ def job(argv: list[str]) -> None:
     engine = containers.find()
     origin = base.resolve(engine, all_pins, options.base)
     for release in chosen:
-        image = build(engine, all_pins, release, origin, options.no_cache)
-        say.step(farewell(engine, release, image))
+        build(engine, all_pins, release, origin, options.no_cache)
+    if not options.no_smoke:
+        for release in {(r.engine, r.version): r for r in chosen}.values():
+            prove(engine, all_pins, release, origin)
+    for release in chosen:
+        say.step(farewell(engine, release, all_pins.image(release)))
 
 
 if __name__ == "__main__":

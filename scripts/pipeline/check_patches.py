@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from scripts.pipeline import diffs, pins, say, series, wheels
+from scripts.pipeline import diffs, pins, say, series, twin, wheels
 from scripts.pipeline.say import Stop
 
 APPLY = pins.ROOT / "scripts" / "in_image" / "apply_series.py"
@@ -53,6 +53,8 @@ def check(variants: list[pins.Release], all_pins: pins.Pins) -> tuple[int, list[
             wheel = wheels.pristine(release, all_pins)
             judge(folder, paths, wheel)
             fits.append(f"{release.variant} wheel {wheel.sha256[:12]}")
+            if release.variant != "cuda":
+                say.note(f"the twin's Python is the same but for {twin.compare(all_pins, release)}")
         except Stop as stop:
             errors.append(f"{where}: on the {release.variant} wheel: {stop}")
     width = max((len(name) for name in names), default=0)

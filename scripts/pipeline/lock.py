@@ -26,8 +26,9 @@ def compile_lock(
 ) -> None:
     """Resolve `requirements` into `out`, on top of the lock `on` and without what it holds already.
 
-    What an engine asks for must agree with the stack, but for the packages named in `override`, where the
-    stack wins. What it shares with the lock `like` has the same version there and here. The result replaces `out` only when it is whole. Raises Stop when there is no solution.
+    What an engine asks for must agree with the stack, but for the packages named in `override`, where the stack
+    wins. What it shares with the lock `like` has the same version there and here. The result replaces `out` only
+    when it is whole. Raises Stop when there is no solution.
     """
     with tempfile.TemporaryDirectory() as tmp:
         source, result = Path(tmp, "requirements.in"), Path(tmp, "lock.txt")

@@ -55,6 +55,15 @@ def require_gpus(engine: containers.ContainerEngine) -> None:
         )
 
 
+def has_gpus(engine: containers.ContainerEngine) -> bool:
+    """Whether there are GPUs on this machine, and containers can get at them."""
+    try:
+        require_gpus(engine)
+    except say.Stop:
+        return False
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
 def launch(options: argparse.Namespace, adapter: Adapter, image: str, cpu: bool, trial: Trial) -> server.Launch:
     """How the image is started for a trial."""
     environment: dict[str, str | None] = {**adapter.environment, **(adapter.on_cpu if cpu else {})}
@@ -247,7 +256,8 @@ def try_image(adapter: Adapter, all_pins: pins.Pins, options: argparse.Namespace
                 runs.append(replace(skipped(trial, ""), rungs=ladder.whole([climb.report(first)])))
             else:
                 version = release.version
-                runs.append(run_image(engine, adapter, trial, command, installed, version, options.compare_plain))
+                compare = options.compare_plain and not runs  # once: the output without a drafter is the same for any K
+                runs.append(run_image(engine, adapter, trial, command, installed, version, compare))
     return receipt.make(release, image, None, record, runs)
 
 
