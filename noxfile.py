@@ -1,9 +1,14 @@
 """The front door. `nox -l` lists the sessions; `nox -s SESSION -- --help` explains one."""
 
+import sys
 from pathlib import Path
 
 import nox
 
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit(f"error: nox runs on Python {sys.version.split()[0]} here, and the pipeline needs 3.11 or later")
+
+nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "typecheck", "check-patches", "tests"]
 
@@ -25,6 +30,12 @@ def setup(session: nox.Session) -> None:
 def build_vllm(session: nox.Session) -> None:
     """Build a vLLM image, patched and verified inside the build."""
     job(session, "build", "vllm")
+
+
+@nox.session(name="smoke-vllm")
+def smoke_vllm(session: nox.Session) -> None:
+    """Test a vLLM image, or a server that is up: start, health, drafts, acceptance length; write the receipt."""
+    job(session, "smoke", "vllm")
 
 
 @nox.session(name="check-patches")

@@ -88,7 +88,12 @@ def _coverage(path: Path) -> dict[str, Any]:
     if not coverage["objects"] or not coverage["ok"]:
         raise Missing(f"coverage.json: {'a serving object fails' if coverage['objects'] else 'nothing was measured'}")
     statuses = Counter(item["status"] for item in coverage["objects"])
-    serving = {item["path"]: item["status"] for item in coverage["serving"]}
+    # An object is native as soon as part of it is; the rest is said, since the driver has to compile it.
+    ptx = {item["path"]: item.get("fat_binaries", {}).get("ptx", 0) for item in coverage["objects"]}
+    serving = {
+        item["path"]: item["status"] + (", part ptx" if item["status"] == "native" and ptx.get(item["path"]) else "")
+        for item in coverage["serving"]
+    }
     return {"arch": coverage["arch"], "statuses": dict(sorted(statuses.items())), "serving": serving}
 
 

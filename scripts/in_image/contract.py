@@ -96,12 +96,14 @@ def run_all(checks: Sequence[Check], context: Context, verbose: bool, progress: 
     """Run the checks in order, with the noise of the engine hidden (or on standard error, with `verbose`)."""
     results = []
     with tempfile.TemporaryFile() as hidden, quiet(sys.stderr if verbose else hidden):
+        terminal = progress is not None and progress.isatty()
+        start, end = ("\r\033[K", "") if terminal else ("", "\n")
         for number, check in enumerate(checks, start=1):
             if progress:
-                print(f"\r\033[K[{number}/{len(checks)}] {check.name} ...", end="", file=progress, flush=True)
+                print(f"{start}[{number}/{len(checks)}] {check.name} ...", end=end, file=progress, flush=True)
             results.append(run_check(check, context))
-        if progress:
-            print("\r\033[K", end="", file=progress, flush=True)
+        if terminal:
+            print(start, end="", file=progress, flush=True)
     return results
 
 
@@ -145,6 +147,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", metavar="NAME,...", help="run these checks alone")
     parser.add_argument("--release", type=Path, default=HOME / "release.json", metavar="FILE")
     parser.add_argument("--series", type=Path, default=HOME / "series", metavar="DIR")
+    parser.add_argument("--progress", action="store_true", help="name each check as it runs, also without a terminal")
     parser.add_argument("--verbose", action="store_true", help="show what the engine prints, on standard error")
     options = parser.parse_args(arguments)
     try:
@@ -160,7 +163,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.list:
         print("\n".join(check.name for check in checks))
         return 0
-    progress = os.fdopen(os.dup(2), "w") if sys.stderr.isatty() and not options.verbose else None
+    show = options.progress or sys.stderr.isatty()
+    progress = os.fdopen(os.dup(2), "w") if show and not options.verbose else None
     with tempfile.TemporaryDirectory(prefix="contract-") as folder:
         context = Context(release, options.series.resolve(), Path(folder))
         adapter.prepare(context)

@@ -73,6 +73,8 @@ def tree(context: Context) -> str:
     lines = [line.split() for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
     bad = [len(fields) for fields in lines if len(fields) != 3]
     require(not bad, f"{path}: a line has {bad[:1]} fields instead of 3 (PATH BEFORE AFTER)")
+    listed = [line for line in (context.series / "series").read_text().splitlines() if line.strip() and line[0] != "#"]
+    require(bool(listed) == bool(lines), f"series lists {len(listed)} patches, and tree {len(lines)} files")
     root = package_root(context.release["engine"])
     for name, _, after in lines:
         file = root / name

@@ -153,11 +153,12 @@ def record(objects: list[Object], matches: dict[str, list[Object]], arch: str, g
     }
 
 
-def table(data: dict[str, Any]) -> str:
-    """The record for people: one line an object, those of the serving path marked with `*`."""
+def table(data: dict[str, Any], everything: bool = False) -> str:
+    """The record for people: the objects that serving loads, marked with `*`, then the others that hold GPU code."""
     serving = {row["path"] for row in data["serving"]}
-    lines = [f"{data['arch']:<12} {'MB':>6}  object"]
-    for item in data["objects"]:
+    shown = [item for item in data["objects"] if everything or item["status"] != NO_CODE or item["path"] in serving]
+    lines = [f"{data['arch']:<12} {'MB':>6}  object (*: serving loads it)"]
+    for item in sorted(shown, key=lambda item: item["path"] not in serving):
         counts, total = item["fat_binaries"], sum(item["fat_binaries"].values())
         mark = "*" if item["path"] in serving else " "
         line = f"{item['status']:<12} {item['bytes'] / 1e6:>6.0f} {mark}{item['path']}"
@@ -168,6 +169,8 @@ def table(data: dict[str, Any]) -> str:
             ptx = " ".join(arch.removeprefix("sm_") for arch in item["ptx"]) or "-"
             line += f"  [{shares} of {total}; cubins {archs}; PTX {ptx}]"
         lines.append(line)
+    if hidden := len(data["objects"]) - len(shown):
+        lines.append(f"and {hidden} without GPU code (--all)")
     return "\n".join(lines)
 
 
@@ -190,6 +193,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--require", nargs="+", action="extend", default=[], metavar="GLOB", help="must run on it")
     parser.add_argument("--release", type=Path, metavar="FILE", help="release.json of an image")
     parser.add_argument("--json", action="store_true", help="print the record instead of the table")
+    parser.add_argument("--all", action="store_true", help="also the objects without GPU code")
     args = parser.parse_args(argv)
     try:
         arch, required, gpu = _release(args.release) if args.release else ("sm_120", [], True)
@@ -210,7 +214,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     data = record(objects, matches, arch, gpu)
-    print(json.dumps(data, indent=1, sort_keys=True) if args.json else table(data))
+    print(json.dumps(data, indent=1, sort_keys=True) if args.json else table(data, args.all))
     for line in data["errors"]:
         print(f"error: {line}", file=sys.stderr)
     return 0 if data["ok"] else 1

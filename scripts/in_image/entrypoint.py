@@ -39,7 +39,7 @@ Kimi-K2.5 with an EAGLE-3 drafter, on {engine} {version}.
   IMAGE contract   checks that this engine runs Kimi-K2.5 with EAGLE-3; no GPU needed; --json
   IMAGE coverage   which shared objects hold code for {arch}; no GPU needed; --json
   IMAGE health     asks the server in this container
-  IMAGE help       this text; the engine's flags: IMAGE serve --help=all
+  IMAGE help       this text; the engine's flags: IMAGE serve --help=all (needs a GPU)
   IMAGE COMMAND    runs any other command, e.g. bash
 
 Models and compiled kernels are kept in /cache: mount it, or they are read and compiled anew each time.
@@ -141,6 +141,8 @@ def configured(arguments: tuple[str, ...]) -> set[str]:
 def model(text: str | None, pinned: Mapping[str, Any]) -> tuple[str, str | None]:
     """Repository or folder, and revision, of REPO_OR_FOLDER[@REVISION]. The pinned repository keeps its revision."""
     text = text or pinned["repo"]
+    if not re.fullmatch(r"/.*|\.{1,2}/.*|[\w.-]+/[\w.-]+(@[\w./-]+)?", text) and not Path(text).exists():
+        raise Refused(f"{text!r} is neither a folder nor REPO or REPO@REVISION, as in owner/name@0123abc")
     repo, _, revision = (text, "", "") if Path(text).exists() else text.partition("@")
     return repo, revision or (pinned["revision"] if repo == pinned["repo"] else None)
 

@@ -7,8 +7,10 @@ export DEBIAN_FRONTEND=noninteractive SOURCE_DATE_EPOCH
 if [ -n "${DEBIAN_MIRROR:-}" ]; then
     . /etc/os-release
     printf 'deb %s\n' "$DEBIAN_MIRROR $VERSION_CODENAME main" "$DEBIAN_MIRROR $VERSION_CODENAME-updates main" \
-        "${DEBIAN_SECURITY_MIRROR:-$DEBIAN_MIRROR-security} $VERSION_CODENAME-security main" > /tmp/sources.list
-    echo 'Dir::Etc::SourceList "/tmp/sources.list"; Dir::Etc::SourceParts "-";' >> /tmp/apt.conf
+        "$DEBIAN_SECURITY_MIRROR $VERSION_CODENAME-security main" > /tmp/sources.list
+    # An archive's lists are past their time by design; the lock says which versions are wanted.
+    echo 'Dir::Etc::SourceList "/tmp/sources.list"; Dir::Etc::SourceParts "-"; Acquire::Check-Valid-Until "false";' \
+        >> /tmp/apt.conf
 fi
 export APT_CONFIG=/tmp/apt.conf
 
@@ -30,6 +32,7 @@ mkdir -p /cache /opt/kimi-eagle3/locks
 # Any user may be given with `docker run --user`.
 chmod 1777 /cache
 cp "$1" /opt/kimi-eagle3/locks/debian.txt
-# Logs and caches of apt and dpkg hold times.
-rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/cache/debconf/*-old /var/cache/ldconfig/* /var/lib/dpkg/*-old \
-    /var/log/* /etc/passwd- /etc/group- /etc/shadow- /etc/gshadow- /etc/subuid- /etc/subgid-
+# Logs, caches and backups hold times. What the base may have is emptied: the mark of a deletion in a layer has a time.
+find /var/lib/apt/lists /var/cache/apt -type f -delete
+find /var/log /var/cache/debconf /var/cache/ldconfig -type f -exec truncate --size=0 {} +
+find /var/lib/dpkg /etc -maxdepth 1 \( -name '*-old' -o -name '*-' \) -type f -exec truncate --size=0 {} +

@@ -5,7 +5,7 @@ tools=/opt/kimi-eagle3
 cp /dev/shm/release.json /dev/shm/base.json "$tools/"
 cp -r /dev/shm/in_image "$tools/in_image"
 chmod -R u=rwX,go=rX "$tools"
-python3 "$tools/in_image/contract.py" --json > "$tools/contract.json" || {
+python3 "$tools/in_image/contract.py" --json --progress > "$tools/contract.json" || {
     cat "$tools/contract.json"
     exit 1
 }

@@ -7,18 +7,30 @@ holds the same packages. Which of the two it is, stands in the image's labels an
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.pipeline import containers, pins, say
+from scripts.pipeline import containers, lockfile, network, pins, say
 
 LOCK = pins.ROOT / "locks" / "debian.txt"
-HEADER = "# Written by `nox -s lock` from pins.toml: every Debian package of an image. Do not edit.\n"
+ROOM = 10**9  # bytes that bootstrapping needs
+CLEANUP_S = 60  # seconds that mmdebstrap may take to take down what it mounted
 CHOICES = ("auto", "registry", "bootstrap")
 # What a registry says when it is there, but the image is not.
-ABSENT = ("manifest unknown", "not found", "no such manifest", "name unknown", "access denied", "does not exist")
+ABSENT = (
+    "manifest unknown",
+    "not found",
+    "no such manifest",
+    "name unknown",
+    "access denied",
+    "does not exist",
+    "invalid reference format",
+)
 
 
 @dataclass(frozen=True)
@@ -41,21 +53,26 @@ def recipe(debian: pins.Debian, epoch: int, out: Path, include: tuple[str, ...] 
     The bytes depend on the packages alone: times are clamped to `epoch`, and the files that would be copied from the
     build machine are emptied (they must exist, since container engines mount over them).
     """
-    mirror = os.environ.get("DEBIAN_MIRROR", "")
-    sources = []
-    if mirror:
-        security = os.environ.get("DEBIAN_SECURITY_MIRROR", f"{mirror}-security")
+    chosen, sources = network.debian(), []
+    if chosen:
+        main, security = chosen
         sources = [
-            f"deb {mirror} {debian.suite} main",
-            f"deb {mirror} {debian.suite}-updates main",
+            f"deb {main} {debian.suite} main",
+            f"deb {main} {debian.suite}-updates main",
             f"deb {security} {debian.suite}-security main",
         ]
-    empty = "for f in hostname resolv.conf hosts; do : > $1/etc/$f; done"
+    empty = "for f in hostname resolv.conf hosts; do : > $1/etc/$f; done; rm -f $1/etc/apt/apt.conf.d/99mmdebstrap"
+    if chosen:
+        empty += "; : > $1/etc/apt/sources.list"  # a mirror's address is the build machine's own matter
     return [
         *("env", f"SOURCE_DATE_EPOCH={epoch}", "mmdebstrap", "--variant=minbase"),
+        # An archive's lists are past their time by design; what they list is held against the lock.
+        '--aptopt=Acquire::Check-Valid-Until "false"',
         *([f"--include={','.join(include)}"] if include else []),
         f"--customize-hook={empty}",
-        *("--customize-hook=copy-out /var/lib/dpkg/status " + str(out.parent),),
+        # _apt owns these only where it could reach the folder that this is made in.
+        '--customize-hook=chroot "$1" chown _apt:root /var/cache/apt/archives/partial /var/lib/apt/lists/partial',
+        f"--customize-hook=copy-out /var/lib/dpkg/status {out.parent}",
         *(debian.suite, str(out), *sources),
     ]
 
@@ -70,50 +87,76 @@ def installed(status: str) -> list[str]:
     return sorted(f"{field['Package']}={field['Version']}" for field in fields)
 
 
-def _run(command: list[str], cwd: Path) -> None:
+@contextmanager
+def _workshop() -> Iterator[Path]:
+    """A folder to bootstrap in. Package management drops privileges, so it must be open to all down from the root."""
+    with tempfile.TemporaryDirectory(prefix="kimi-eagle3-base-") as tmp:
+        Path(tmp).chmod(0o755)
+        if (free := shutil.disk_usage(tmp).free) < ROOM:
+            raise say.Stop(f"{tmp} has {free / 1e9:.1f} GB free, bootstrapping needs {ROOM / 1e9:.0f}: set TMPDIR")
+        yield Path(tmp)
+
+
+def _run(command: list[str], folder: Path) -> None:
+    """Run mmdebstrap in `folder`. It is in a group of its own, and gets the time to take down what it mounted."""
     if shutil.which("mmdebstrap") is None:
         raise say.Stop("mmdebstrap, which bootstraps the base, is not on the PATH: run `nox -s setup`")
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd)
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("E:")] or done.stderr.splitlines()[-1:]
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=folder,
+        env=os.environ | {"TMPDIR": str(folder)}, process_group=0,
+    )  # fmt: skip
+    try:
+        _, said = child.communicate()
+    except BaseException:
+        os.killpg(child.pid, signal.SIGINT)
+        child.communicate(timeout=CLEANUP_S)
+        raise
+    if child.returncode:
+        errors = [line for line in said.splitlines() if line.startswith("E:")] or said.splitlines()[-1:]
         raise say.Stop(f"mmdebstrap failed: {' '.join(errors)[:400]}; is the Debian mirror reachable (DEBIAN_MIRROR)?")
 
 
 def lock(all_pins: pins.Pins) -> None:
     """Write locks/debian.txt: what the pinned suite gives today for the minimal system and the pinned packages."""
-    with tempfile.TemporaryDirectory() as tmp:
-        os.chmod(tmp, 0o755)
-        out = Path(tmp, "base.tar")
-        _run(recipe(all_pins.debian, all_pins.source_date_epoch, out, all_pins.debian.packages), Path(tmp))
-        packages = installed(Path(tmp, "status").read_text())
-    LOCK.write_text(HEADER + "\n".join(packages) + "\n")
-    say.note(f"locks/{LOCK.name}: {len(packages)} packages")
+    with _workshop() as tmp:
+        _run(recipe(all_pins.debian, all_pins.source_date_epoch, tmp / "base.tar", all_pins.debian.packages), tmp)
+        packages = installed((tmp / "status").read_text())
+    lockfile.write(LOCK, "\n".join(packages))
 
 
 def _bootstrap(all_pins: pins.Pins, locked: set[str]) -> Path:
     """The tarball of the minimal system: from the cache, or made now. Raises Stop if it isn't what the lock says."""
     what = repr(recipe(all_pins.debian, all_pins.source_date_epoch, Path("base.tar"))) + "\n".join(sorted(locked))
     tarball = cache() / "base" / f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.tar"
-    if tarball.is_file():
-        say.note(f"bootstrapped before: {tarball}")
-        return tarball
+    record = tarball.with_suffix(".sha256")
+    if tarball.is_file() and record.is_file():
+        if record.read_text() == sha256(tarball):
+            say.note(f"bootstrapped before: {tarball}")
+            return tarball
+        say.note(f"{tarball} is not what was bootstrapped; making it anew")
     tarball.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=tarball.parent) as tmp, say.timed("bootstrap the base (about a minute)"):
-        os.chmod(tmp, 0o755)
-        out = Path(tmp, "base.tar")
-        _run(recipe(all_pins.debian, all_pins.source_date_epoch, out), Path(tmp))
-        moved = sorted(set(installed(Path(tmp, "status").read_text())) - locked)
+    with _workshop() as tmp, say.timed("bootstrap the base (about a minute)"):
+        _run(recipe(all_pins.debian, all_pins.source_date_epoch, tmp / "base.tar"), tmp)
+        moved = sorted(set(installed((tmp / "status").read_text())) - locked)
         if moved:
             raise say.Stop(
                 f"the Debian mirror has moved on from locks/debian.txt ({', '.join(moved[:3])}...): "
                 f"run `nox -s lock -- debian`, or set DEBIAN_MIRROR to an archive of {all_pins.debian.snapshot}"
             )
-        out.replace(tarball)
+        new = tarball.with_suffix(".new")
+        shutil.copyfile(tmp / "base.tar", new)
+        new.replace(tarball)
+        record.write_text(sha256(tarball))
     return tarball
 
 
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _import(engine: containers.ContainerEngine, all_pins: pins.Pins, tarball: Path) -> Base:
-    digest = hashlib.sha256(tarball.read_bytes()).hexdigest()
+    digest = sha256(tarball)
     reference = f"{all_pins.image_name}-base:{digest[:16]}"
     if containers.image_id(engine, reference) is None:
         with tempfile.TemporaryDirectory(dir=tarball.parent) as tmp:
@@ -130,7 +173,12 @@ def _import(engine: containers.ContainerEngine, all_pins: pins.Pins, tarball: Pa
 
 
 def _pull(engine: containers.ContainerEngine, image: str) -> Base | str:
-    """The image by digest, or, where its registry can't be reached, why. Raises Stop where it has no such digest."""
+    """The image by digest, or, where its registry can't be reached, why. Raises Stop where it has no such digest.
+
+    One that is on this machine already is not asked for again: a digest doesn't change.
+    """
+    if containers.image_id(engine, image):
+        return Base("registry", image, image.rpartition("sha256:")[2])
     done = subprocess.run([str(engine.client), "pull", "--quiet", image], capture_output=True, text=True)
     if done.returncode == 0:
         return Base("registry", image, image.rpartition("sha256:")[2])
@@ -145,9 +193,7 @@ def resolve(engine: containers.ContainerEngine, all_pins: pins.Pins, choice: str
 
     Raises Stop when the choice can't be had.
     """
-    locked = set(LOCK.read_text().splitlines()) if LOCK.is_file() else set()
-    if not locked:
-        raise say.Stop("locks/debian.txt is missing: run `nox -s lock -- debian`")
+    locked = {f"{name}={version}" for name, version in lockfile.packages(LOCK).items()}
     if choice != "bootstrap":
         say.step(f"base: {all_pins.debian.image}")
         base = _pull(engine, all_pins.debian.image)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from scripts.pipeline import base, build, containers, pins, say, series
+from scripts.pipeline import base, build, containers, network, pins, say, series
 
 PLAIN_TAG, EDITED = "kimi-eagle3-bench:plain", "kimi-eagle3-bench:edited"
 PLAIN = """\
@@ -36,7 +36,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 def plain(engine: containers.ContainerEngine, all_pins: pins.Pins, context: Path, origin: base.Base) -> None:
     """Build the comparison: the same packages and wheels, by pip, in one layer."""
-    with tempfile.TemporaryDirectory() as tmp, build.secrets() as given:
+    with tempfile.TemporaryDirectory() as tmp, network.secrets() as given:
         dockerfile = Path(tmp, "Dockerfile")
         dockerfile.write_text(PLAIN.format(base=origin.reference, packages=" ".join(all_pins.debian.packages)))
         containers.build(engine, dockerfile=dockerfile, context=context, tag=PLAIN_TAG, secrets=given, no_cache=True,
@@ -75,7 +75,8 @@ def job(argv: list[str]) -> None:
     release = all_pins.release("vllm", options.version)
     engine = containers.find()
     origin = base.resolve(engine, all_pins)
-    context = build.prepare_context(all_pins, release, origin)
+    scratch = tempfile.TemporaryDirectory()
+    context = build.prepare_context(all_pins, release, origin, Path(scratch.name))
     figures: list[tuple[str, str]] = []
     try:
         if not options.warm:
@@ -90,7 +91,7 @@ def job(argv: list[str]) -> None:
         build.build(engine, all_pins, release, origin)
         with tempfile.TemporaryDirectory() as tmp:
             changed = edited(release, Path(tmp, "series"))
-            context = build.prepare_context(all_pins, changed, origin)
+            context = build.prepare_context(all_pins, changed, origin, Path(tmp))
             step = build.steps(all_pins, changed, origin)[1]
             for target in ("patched", "verified"):
                 again = build.what(changed, context, replace(step, target=target, tag=EDITED), {}, False)

@@ -4,26 +4,24 @@ An image gets its tag only when its contract and coverage held inside the build.
 """
 
 import argparse
+import fcntl
 import hashlib
 import json
-import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from scripts.pipeline import base, containers, lock, pins, say, series
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-# What a build may need from the environment of the build machine to reach mirrors and proxies. It is handed over as
-# a secret, so it is in no layer and in no history.
-NETWORK = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy", "DEBIAN_MIRROR",
-           "DEBIAN_SECURITY_MIRROR", "UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")  # fmt: skip
-CA_BUNDLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
-SYSTEM_CA_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
+from scripts.pipeline import base, containers, lockfile, network, pins, say, series
+
 # Room for the layers of the last stages alone, in GB.
 REBUILD_GB = 2
 
@@ -43,22 +41,28 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def check_locks(release: pins.Release) -> None:
+def check_locks(all_pins: pins.Pins, release: pins.Release) -> None:
     """Hold the locks of a release against pins.toml before anything is downloaded.
 
-    Raises Stop where a lock is missing, is for another version, or where the two layers would overwrite each other.
+    Raises Stop where a lock is missing, cut off or for another version, or where two layers would overwrite each other.
     """
-    stack, own = lock.packages(release.torch.lock), lock.packages(release.lock)
-    for name, version, where, path in (
-        ("torch", release.torch.version, stack, release.torch.lock),
-        (release.package, release.version, own, release.lock),
-    ):
-        if where.get(name) != version:
-            raise say.Stop(
-                f"locks/{path.name} has {name} {where.get(name, 'not at all')}, pins.toml has {version}: "
-                "run `nox -s lock`"
-            )
-    both = sorted(set(stack) & set(own))
+    tools = pins.ROOT / "locks" / "tools.txt"
+    wanted = {
+        tools: [all_pins.installer],
+        release.torch.lock: list(release.torch.requirements),
+        release.lock: [f"{release.package}=={release.version}"],
+    }
+    for path, requirements in wanted.items():
+        held = lockfile.packages(path)
+        for requirement in map(Requirement, requirements):
+            version = held.get(canonicalize_name(requirement.name))
+            if version is None or not requirement.specifier.contains(version, prereleases=True):
+                has = f"has {requirement.name} {version}" if version else f"lacks {requirement.name}"
+                raise say.Stop(f"locks/{path.name} {has}, pins.toml wants {requirement}: run `nox -s lock`")
+    missing = sorted(set(all_pins.debian.packages) - set(lockfile.packages(base.LOCK)))
+    if missing:
+        raise say.Stop(f"locks/debian.txt lacks {', '.join(missing)} of pins.toml: run `nox -s lock -- debian`")
+    both = sorted(set(lockfile.packages(release.torch.lock)) & set(lockfile.packages(release.lock)))
     if both:
         raise say.Stop(
             f"locks/{release.lock.name} installs again what locks/{release.torch.lock.name} has "
@@ -76,12 +80,15 @@ def check_series(release: pins.Release) -> None:
         )
 
 
-def prepare_context(all_pins: pins.Pins, release: pins.Release, origin: base.Base) -> Path:
-    """The folder that the builder gets: this release's files alone, under fixed names. Replaced at each build."""
-    context = base.cache() / "context" / f"{release.engine}-{release.tag}"
-    context.parent.mkdir(parents=True, exist_ok=True)
+def prepare_context(all_pins: pins.Pins, release: pins.Release, origin: base.Base, parent: Path) -> Path:
+    """A folder in `parent` with what the builder gets: this release's files alone, under fixed names and modes.
+
+    The builder's cache knows files by content and mode, so the modes don't depend on who checked them out.
+    """
+    context = parent / f"{release.engine}-{release.tag}"
+    parent.mkdir(parents=True, exist_ok=True)
     scripts = pins.ROOT / "scripts"
-    with tempfile.TemporaryDirectory(dir=context.parent) as tmp:
+    with tempfile.TemporaryDirectory(dir=parent) as tmp:
         new = Path(tmp, "context")
         (new / "locks").mkdir(parents=True)
         for name, source in (
@@ -97,6 +104,8 @@ def prepare_context(all_pins: pins.Pins, release: pins.Release, origin: base.Bas
         shutil.copytree(scripts / "layers", new / "layers")
         (new / "base.json").write_text(json.dumps(asdict(origin), indent=1, sort_keys=True) + "\n")
         (new / "release.json").write_text(json.dumps(pins.record(all_pins, release), indent=1, sort_keys=True) + "\n")
+        for path in [new, *new.rglob("*")]:
+            path.chmod(0o755 if path.is_dir() else 0o644)
         shutil.rmtree(context, ignore_errors=True)
         new.rename(context)
     return context
@@ -139,20 +148,6 @@ def steps(all_pins: pins.Pins, release: pins.Release, origin: base.Base) -> tupl
     )
 
 
-@contextmanager
-def secrets() -> Iterator[dict[str, Path]]:
-    """The secrets of a build: `ca`, the CA bundle of this machine, and `network`, its proxies and mirrors."""
-    chosen = next((Path(os.environ[name]) for name in CA_BUNDLES if os.environ.get(name)), SYSTEM_CA_BUNDLE)
-    index = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("UV_INDEX_URL") or os.environ.get("PIP_INDEX_URL")
-    values = {name: os.environ[name] for name in NETWORK if os.environ.get(name)}
-    if index:
-        values |= {"UV_DEFAULT_INDEX": index, "PIP_INDEX_URL": index}
-    with tempfile.TemporaryDirectory() as tmp:
-        network = Path(tmp, "network")
-        network.write_text("".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items()))
-        yield {"network": network} | ({"ca": chosen} if chosen.is_file() else {})
-
-
 def what(release: pins.Release, context: Path, step: Step, given: dict[str, Path], no_cache: bool) -> containers.What:
     """A step as the container engine wants it."""
     return {
@@ -162,6 +157,20 @@ def what(release: pins.Release, context: Path, step: Step, given: dict[str, Path
     }  # fmt: skip
 
 
+@contextmanager
+def alone(release: pins.Release) -> Iterator[None]:
+    """One build of a release at a time on this machine: two would hand each other contexts and engines."""
+    path = base.cache() / "context" / f"{release.engine}-{release.tag}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say.step(f"{release.name}: another build of it is running; waiting for its end")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def build(
     engine: containers.ContainerEngine,
     all_pins: pins.Pins,
@@ -169,32 +178,84 @@ def build(
     origin: base.Base,
     no_cache: bool = False,
 ) -> str:
-    """Build one image and return its reference. Raises Stop, with no tag left, where any stage fails."""
-    context = prepare_context(all_pins, release, origin)
-    first, second = steps(all_pins, release, origin)
-    needed = REBUILD_GB if containers.image_id(engine, first.tag) and not no_cache else all_pins.disk_gb
-    containers.require_disk(engine, needed)
-    with secrets() as given:
+    """Build one image and return its reference.
+
+    Raises Stop where any stage fails; the tag then stays where it was, on an image that passed, or on none.
+    """
+    contexts = base.cache() / "context"
+    with alone(release), network.secrets() as given, tempfile.TemporaryDirectory(dir=contexts) as own:
+        context = prepare_context(all_pins, release, origin, Path(own))
+        first, second = steps(all_pins, release, origin)
+        needed = REBUILD_GB if containers.image_id(engine, first.tag) and not no_cache else all_pins.disk_gb
+        containers.require_disk(engine, needed)
         for step in (first, second):
             with say.timed(f"{release.name}: build up to stage {step.target} (network: {step.network})"):
                 containers.build(engine, **what(release, context, step, given, no_cache))
+        confirm(engine, second.tag)
     return second.tag
+
+
+def confirm(engine: containers.ContainerEngine, image: str) -> None:
+    """Show what an image is, and hold what it says of itself against its labels.
+
+    Raises Stop, and takes the tag away, where they differ: another build had its hands in this one.
+    """
+    say.step(f"{image}: what it is")
+    print(containers.run(engine, image, ["about"])[1])
+    code, text = containers.run(engine, image, ["about", "--json"])
+    labels = containers.labels(engine, image)
+    try:
+        about = json.loads(text) if code == 0 else {}
+    except json.JSONDecodeError:
+        about = {}
+    found = {
+        "kimi-eagle3.series": (about.get("series") or {}).get("series_sha256"),
+        "kimi-eagle3.lock.torch": (about.get("locks") or {}).get("torch.txt"),
+        "kimi-eagle3.lock.engine": (about.get("locks") or {}).get("engine.txt"),
+    }
+    if wrong := [name for name, value in found.items() if labels.get(name) != value]:
+        with containers.client(engine) as api:
+            api.images.remove(image, force=True)
+        raise say.Stop(f"{image} holds something else than its labels say ({', '.join(wrong)}): build it again, alone")
+
+
+def show_commands(engine: containers.ContainerEngine, all_pins: pins.Pins, release: pins.Release, origin: base.Base,
+                  no_cache: bool) -> None:  # fmt: skip
+    """Print the builder's commands for a context that is left in place. They run as they are."""
+    checkout = hashlib.sha256(str(pins.ROOT).encode()).hexdigest()[:8]
+    context = prepare_context(all_pins, release, origin, base.cache() / "context" / f"print-{checkout}")
+    given = {"ca": bundle} if (bundle := network.ca_bundle()) else {}
+    if values := network.values():
+        print(f"# also: --secret id=network,src=FILE, with a line `export NAME=VALUE` for each of {', '.join(values)}")
+    environment = [f"{name}={value}" for name, value in containers.build_environment(engine).items()]
+    for step in steps(all_pins, release, origin):
+        command = containers.build_command(engine, **what(release, context, step, given, no_cache))
+        print(shlex.join([*environment, *command]))
+
+
+def farewell(engine: containers.ContainerEngine, release: pins.Release, image: str) -> str:
+    """What to do with an image that was built."""
+    run = f"{engine.kind} run"
+    gpus = "--gpus all" if engine.kind == "docker" else "--device nvidia.com/gpu=all"
+    serve = f"\n    serve:  {run} {gpus} --ipc=host -p 8000:8000 -v kimi-cache:/cache {image}"
+    return f"ready: {image}{serve if release.variant == 'cuda' else ''}\n    check:  {run} --rm {image} contract"
 
 
 def job(argv: list[str]) -> None:
     """Build the images that the arguments choose, and show the contract of each."""
-    engine_name, *rest = argv
     parser = argparse.ArgumentParser(
-        prog=f"nox -s build-{engine_name} --", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="nox -s build-ENGINE --", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--version", help="the engine's version (default: the release that pins.toml marks)")
+    parser.add_argument("engine", metavar="ENGINE", help="given by the session: vllm")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--version", help="the engine's version (default: the release that pins.toml marks)")
     parser.add_argument(
         "--variant",
         choices=("cuda", "cpu"),
         default="cuda",
         help="cuda (default), or cpu: the twin, which runs the engine where there is no GPU",
     )
-    parser.add_argument("--all", action="store_true", help="every release of the engine, in every variant")
+    one.add_argument("--all", action="store_true", help="every release of the engine, in every variant")
     parser.add_argument(
         "--base",
         choices=base.CHOICES,
@@ -203,32 +264,28 @@ def job(argv: list[str]) -> None:
         "(default): bootstrap only where the registry can't be reached",
     )
     parser.add_argument("--no-cache", action="store_true", help="build every layer anew")
-    parser.add_argument("--print", action="store_true", help="prepare the context, show the commands, build nothing")
-    options = parser.parse_args(rest)
+    parser.add_argument("--print", action="store_true", help="make base and context ready, and show the commands")
+    options = parser.parse_args(argv)
     all_pins = pins.load()
     if options.all:
-        chosen = [r for r in all_pins.releases if r.engine == engine_name]
+        chosen = [r for r in all_pins.releases if r.engine == options.engine]
     else:
-        chosen = [all_pins.release(engine_name, options.version, options.variant)]
+        chosen = [all_pins.release(options.engine, options.version, options.variant)]
     for release in chosen:
-        check_locks(release)
+        check_locks(all_pins, release)
         check_series(release)
+    if options.print:
+        with redirect_stdout(sys.stderr):
+            engine = containers.find()
+            origin = base.resolve(engine, all_pins, options.base)
+        for release in chosen:
+            show_commands(engine, all_pins, release, origin, options.no_cache)
+        return
     engine = containers.find()
     origin = base.resolve(engine, all_pins, options.base)
     for release in chosen:
-        if options.print:
-            context = prepare_context(all_pins, release, origin)
-            for step in steps(all_pins, release, origin):
-                command = containers.build_command(engine, **what(release, context, step, {}, options.no_cache))
-                print(shlex.join(command))
-            continue
         image = build(engine, all_pins, release, origin, options.no_cache)
-        say.step(f"{image}: what it is")
-        print(containers.run(engine, image, ["about"])[1])
-        say.step(
-            f"ready: {image}\n    serve:  docker run --gpus all --ipc=host -p 8000:8000 -v kimi-cache:/cache {image}"
-            f"\n    check:  docker run --rm {image} contract"
-        )
+        say.step(farewell(engine, release, image))
 
 
 if __name__ == "__main__":

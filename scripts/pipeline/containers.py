@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +25,13 @@ from scripts.pipeline.say import Stop, note
 
 if TYPE_CHECKING:
     from docker import DockerClient
+    from docker.models.containers import Container
 
 FORCE = "KIMI_EAGLE3_CONTAINER_ENGINE"
 SETUP = "run `nox -s setup`"
 PROBE_S = 60.0  # deadline of one probing command, seconds: a remote daemon may be slow, a dead one must not hang us
+WIDTH = 160  # of a line of the builder's that is shown; failures are read from the whole line
+DENIED = 3  # the rank of an engine that works, and that this user may not use
 STOP_S = 20.0  # how long a build that was told to stop may take before it is killed, seconds
 CONTAINERD_ROOT = Path("/var/lib/containerd")
 # Only a builder with BuildKit's syntax and exporters gets through this. Nothing runs, nothing is fetched or kept.
@@ -66,7 +70,9 @@ def find() -> ContainerEngine:
     Raises Stop where none works, with what to run.
     """
     forced = os.environ.get(FORCE, "")
-    clients = [Path(forced)] if "/" in forced else _on_path([forced] if forced else ["docker", "podman"])
+    # A user who names a Docker engine wants that one, and no podman in its place.
+    named = ["docker"] if os.environ.get("DOCKER_HOST") or os.environ.get("DOCKER_CONTEXT") else ["docker", "podman"]
+    clients = [Path(forced)] if "/" in forced else _on_path([forced] if forced else named)
     if not clients:
         raise Stop(f"no {forced or 'docker or podman'} client on the PATH: {SETUP}, which installs Docker")
     passed: list[tuple[Path, Unusable]] = []
@@ -75,6 +81,8 @@ def find() -> ContainerEngine:
             engine = _probe(client)
         except Unusable as why:
             passed.append((client, why))
+            if why.rank == DENIED and not forced:
+                break  # there is an engine, and another in its place would be no choice of the user's
             continue
         over = "; ".join(f"{c}: {why}" for c, why in passed)
         note(f"container engine: {engine}" + (f"; passed over {over}" if over else ""))
@@ -131,7 +139,7 @@ def _probe_docker(client: Path) -> ContainerEngine:
     if not info.get("ServerVersion"):
         if "permission denied" in error and local:
             cure = "join the group docker (`sudo usermod -aG docker $USER`, then log in again) or use sudo"
-            raise Unusable(f"may not use the daemon's socket {endpoint} (permission denied)", cure, 3)
+            raise Unusable(f"may not use the daemon's socket {endpoint} (permission denied)", cure, DENIED)
         if not local:
             cure = "check that host, and DOCKER_HOST or `docker context ls`"
             raise Unusable(f"gets no answer from the daemon at {endpoint} ({_last_line(error)})", cure, 1)
@@ -152,6 +160,9 @@ def _probe_podman(client: Path) -> ContainerEngine:
     info = _json(text)
     if code or not info:
         raise Unusable(f"doesn't work ({_last_line(error)})", f"see `{client} info`", 1)
+    if info["store"].get("graphDriverName") == "vfs":
+        cure = "set up fuse-overlayfs (see containers-storage.conf), or use Docker"
+        raise Unusable("stores images with vfs, which copies the whole image for each layer", cure, 2)
     remote = bool(info["host"].get("serviceIsRemote"))
     with tempfile.TemporaryDirectory() as empty:
         options = ["--quiet", "--no-cache", "--secret", "id=probe,src=/dev/null", "--file", "-"]
@@ -217,15 +228,22 @@ def build(engine: ContainerEngine, **what: Unpack[What]) -> str:
     Raises Stop with the step that failed and its last line.
     """
     tag = what["tag"]
-    env = {**os.environ, "DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
-    if engine.builder == "buildx":
-        env["BUILDX_BUILDER"] = _buildx_builder(engine.context)
-    code, lines = _stream(build_command(engine, **what), env, engine.kind == "podman")
+    env = {**os.environ, **build_environment(engine)}
+    with _swept(engine):
+        code, lines = _stream(build_command(engine, **what), env, engine.kind == "podman")
     if code:
         raise Stop(f"build of {tag} failed {failure(lines)}" + _cure(lines, engine))
     if built := image_id(engine, tag):
         return built
     raise Stop(f"{engine} says that it built {tag} and has no such image: `{engine.kind} image ls` shows what it has")
+
+
+def build_environment(engine: ContainerEngine) -> dict[str, str]:
+    """The environment variables that a build's command needs beside the user's."""
+    if engine.builder == "buildx":
+        builder = _buildx_builder(engine.context)
+        return {"DOCKER_BUILDKIT": "1", "BUILDX_BUILDER": builder, "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
+    return {"DOCKER_BUILDKIT": "1"} if engine.builder == "buildkit" else {}
 
 
 def build_command(engine: ContainerEngine, **what: Unpack[What]) -> list[str]:
@@ -295,11 +313,34 @@ def _stream(command: Sequence[str], env: Mapping[str, str], podman: bool) -> tup
         assert child.stdout is not None
         for line in child.stdout:
             lines.append(line.rstrip())
-            print(f"    {lines[-1]}", flush=True)
+            if not _DETAIL.match(lines[-1]):
+                print(f"    {lines[-1][:WIDTH]}", flush=True)
         return child.wait(), lines
     except BaseException:
         _stop(child)
         raise
+
+
+@contextmanager
+def _swept(engine: ContainerEngine) -> Iterator[None]:
+    """Remove the working containers that a podman build leaves behind where it is stopped or fails."""
+
+    def podman(*arguments: str) -> set[str]:
+        with suppress(subprocess.TimeoutExpired):
+            command = [str(engine.client), *arguments]
+            return set(subprocess.run(command, capture_output=True, text=True, timeout=STOP_S).stdout.split())
+        return set()
+
+    if engine.kind != "podman":
+        yield
+        return
+    ask = ("ps", "--all", "--external", "--quiet")
+    before = podman(*ask)
+    try:
+        yield
+    finally:
+        if left := podman(*ask) - before:
+            podman("rm", "--force", *sorted(left))
 
 
 def _stop(child: "subprocess.Popen[str]") -> None:
@@ -330,6 +371,7 @@ def _command(pid: int) -> str:
     return ""
 
 
+_DETAIL = re.compile(r"#\d+ (sha256:|transferring |DONE 0\.\d+s$)|#\d+ \d+\.\d+ $|$")  # what helps nobody who waits
 _NOISE = re.compile(r"^(-+|sha256:\S+|: exit status.*|time=.*|)$")
 _WRAPPING = re.compile(
     r"^(error: |failed to build: |failed to solve( with frontend \S+)?: |rpc error: code = \w+ desc = "
@@ -454,18 +496,16 @@ def _await_socket(socket: Path, service: "subprocess.Popen[bytes]") -> None:
         time.sleep(0.05)
 
 
-def run(
-    engine: ContainerEngine, ref: str, args: Sequence[str] = (), *, timeout: float = 600.0, **options: Any
-) -> tuple[int, str]:
-    """Run a container to its end: its exit code and its output (standard output and errors together).
+@contextmanager
+def started(engine: ContainerEngine, ref: str, args: Sequence[str] = (), **options: Any) -> Iterator["Container"]:
+    """A container that runs for the time of a `with` block. It is always removed, also after Ctrl-C.
 
     `options` are those of the Docker SDK's `containers.create` (environment, volumes, network_mode, entrypoint, ...).
-    The container is always removed, also after an exception or Ctrl-C.
-    Raises Stop where it can't be started or doesn't end within `timeout` seconds.
+    Raises Stop where it can't be started, or where the engine fails inside the block.
     """
     from docker.errors import APIError, DockerException, NotFound
     from docker.types import Ulimit
-    from requests.exceptions import ConnectionError, ReadTimeout, RequestException
+    from requests.exceptions import RequestException
 
     name = f"kimi-eagle3-{uuid.uuid4().hex[:12]}"
     if engine.kind == "podman" and not engine.endpoint:
@@ -474,16 +514,47 @@ def run(
         try:
             container = api.containers.create(ref, list(args), name=name, **options)
             container.start()
-            try:
-                code = int(container.wait(timeout=timeout)["StatusCode"])
-            except (ReadTimeout, ConnectionError):
-                last = _last_line(container.logs(tail=1).decode(errors="replace"))
-                raise Stop(f"{ref} {' '.join(args)} didn't end within {timeout:g} s; its last line: {last}") from None
-            return code, container.logs().decode(errors="replace")
+            yield container
         except APIError as error:
             raise Stop(f"{ref} {' '.join(args)} can't be run: {_last_line(str(error.explanation or error))}") from None
         except (DockerException, RequestException) as error:
             raise Stop(f"{ref} {' '.join(args)} can't be run: {_last_line(str(error))}") from None
         finally:
-            with suppress(NotFound, RequestException):  # by name: Ctrl-C may come before we have the answer to `create`
+            with _to_the_end(), suppress(NotFound, RequestException):
+                # By name: Ctrl-C may come before we have the answer to `create`.
                 api.containers.get(name).remove(force=True, v=True)
+
+
+@contextmanager
+def _to_the_end() -> Iterator[None]:
+    """A second Ctrl-C or SIGTERM waits until the block has ended: it would leave a container behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals reach the main thread alone
+        return
+    came: list[int] = []
+    before = {one: signal.signal(one, lambda number, _: came.append(number)) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler or signal.SIG_DFL)
+        for number in came:
+            signal.raise_signal(number)
+
+
+def run(
+    engine: ContainerEngine, ref: str, args: Sequence[str] = (), *, timeout: float = 600.0, **options: Any
+) -> tuple[int, str]:
+    """Run a container to its end: its exit code and its output (standard output and errors together).
+
+    `options` as for `started`. Raises Stop where it can't be started or doesn't end within `timeout` seconds.
+    """
+    from requests.exceptions import ConnectionError, ReadTimeout
+
+    with started(engine, ref, args, **options) as container:
+        try:
+            code = int(container.wait(timeout=timeout)["StatusCode"])
+        except (ReadTimeout, ConnectionError):
+            last = _last_line(container.logs(tail=1).decode(errors="replace"))
+            raise Stop(f"{ref} {' '.join(args)} didn't end within {timeout:g} s; its last line: {last}") from None
+        return code, container.logs().decode(errors="replace")

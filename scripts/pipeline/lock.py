@@ -5,7 +5,7 @@ an engine adds to its stack, and never touches it. `locks/tools.txt` is the inst
 """
 
 import argparse
-import re
+import os
 import shutil
 import subprocess
 import tempfile
@@ -13,21 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from scripts.pipeline import base, pins, say
-
-HEADER = "# Written by `nox -s lock` from pins.toml. Do not edit.\n"
-NAME = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)", re.MULTILINE)
-
-
-def packages(lock: Path) -> dict[str, str]:
-    """Name and version of each wheel in a lock.
-
-    Raises Stop where the lock is missing.
-    """
-    try:
-        return dict(NAME.findall(lock.read_text()))
-    except OSError:
-        raise say.Stop(f"{lock.name} is missing in locks/: run `nox -s lock`") from None
+from scripts.pipeline import base, lockfile, network, pins, say
 
 
 def compile_lock(
@@ -43,21 +29,21 @@ def compile_lock(
         source.write_text("\n".join(requirements) + "\n")
         command = [
             *("uv", "pip", "compile", str(source), "--output-file", str(result), "--quiet", "--no-header"),
-            *("--generate-hashes", "--only-binary", ":all:", "--no-annotate", "--no-config"),
+            *("--generate-hashes", "--only-binary", ":all:", "--no-annotate", "--no-config", "--system-certs"),
             *("--python-version", all_pins.python, "--python-platform", all_pins.platform),
         ]
         if on is not None:
-            stack = packages(on)
+            stack = lockfile.packages(on)
             for option, names in (("--constraint", set(stack) - set(override)), ("--override", set(override))):
                 file = Path(tmp, option.strip("-"))
                 file.write_text("".join(f"{name}=={stack[name]}\n" for name in sorted(names)))
                 command += [option, str(file)]
             command += [arg for name in stack for arg in ("--no-emit-package", name)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | network.index())
         if done.returncode:
             raise say.Stop(f"locks/{out.name} can't be resolved: {' '.join(done.stderr.split())[:600]}")
-        out.write_text(HEADER + result.read_text())
-    say.note(f"locks/{out.name}: {len(packages(out))} wheels")
+        body = result.read_text()
+    lockfile.write(out, body)
 
 
 def job(argv: list[str]) -> None:

@@ -46,13 +46,32 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Published:
+    """An acceptance length that somebody published: with which prompts, at K draft tokens, and where it stands.
+
+    `kind` is the kind of our own prompts that comes nearest (scripts/pipeline/prompts.toml).
+    """
+
+    prompts: str
+    kind: str
+    k: int
+    acceptance: float
+    source: str
+
+
+@dataclass(frozen=True)
 class Drafter:
-    """An EAGLE-3 drafter and the number of draft tokens that it is served with."""
+    """An EAGLE-3 drafter and the number of draft tokens that it is served with.
+
+    `floor` is the acceptance length at `draft_tokens` below which something is wrong; None where none is pinned.
+    """
 
     name: str
     model: Model
     architecture: str
     draft_tokens: int
+    floor: float | None = None
+    published: tuple[Published, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,6 +136,7 @@ class Pins:
     gpu_name: str
     target: Model
     target_gb: int
+    drafters: tuple[Drafter, ...]
     releases: tuple[Release, ...]
 
     def release(self, engine: str, version: str | None = None, variant: str = "cuda") -> Release:
@@ -146,12 +166,20 @@ def _model(data: dict[str, Any], where: str) -> Model:
     return model
 
 
+def _drafter(name: str, data: dict[str, Any]) -> Drafter:
+    published = tuple(Published(**entry) for entry in data.get("published", ()))
+    k, floor = data["draft_tokens"], data.get("floor")
+    for value, at, what in [(floor, k, "floor"), *((p.acceptance, p.k, f"published {p.prompts!r}") for p in published)]:
+        if value is not None and not 1 < value <= at + 1:
+            raise Stop(
+                f"drafters.{name}: {what} is {value}, and {at} draft tokens give more than 1 and at most {at + 1}"
+            )
+    return Drafter(name, _model(data, f"drafters.{name}"), data["architecture"], k, floor, published)
+
+
 def _parse(data: dict[str, Any]) -> Pins:
     torch = {v: Torch(v, t["cuda"], tuple(t["requirements"]), t["nvcc"]) for v, t in data["torch"].items()}
-    drafters = {
-        name: Drafter(name, _model(d, f"drafters.{name}"), d["architecture"], d["draft_tokens"])
-        for name, d in data["drafters"].items()
-    }
+    drafters = {name: _drafter(name, d) for name, d in data["drafters"].items()}
     releases = []
     for r in data["release"]:
         common = data["serve"][r["engine"]]
@@ -176,6 +204,18 @@ def _parse(data: dict[str, Any]) -> Pins:
                     serving_objects=tuple(own["serving_objects"]),
                 )
             )
+    names = [(r.engine, r.version, r.variant) for r in releases]
+    if twice := sorted({r for r in names if names.count(r) > 1}):
+        raise Stop(f"{' '.join(twice[0])} is there twice")
+    for key, value in (
+        ("image.source_date_epoch", data["image"]["source_date_epoch"]),
+        ("image.disk_gb", data["image"]["disk_gb"]),
+    ):
+        if type(value) is not int or value <= 0:
+            raise Stop(f"{key} = {value!r} is no positive number")
+    for release in releases:
+        if not isinstance(release.version, str):
+            raise Stop(f"the version {release.version!r} of a release is no text: write it in quotes")
     debian = data["debian"]
     if not re.fullmatch(r"\S+@sha256:[0-9a-f]{64}", debian["image"]):
         raise Stop(f"debian.image {debian['image']!r} is not pinned: write NAME:TAG@sha256:<64 hex digits>")
@@ -192,6 +232,7 @@ def _parse(data: dict[str, Any]) -> Pins:
         data["gpu"]["name"],
         _model(data["target"], "target"),
         data["target"]["size_gb"],
+        tuple(drafters.values()),
         tuple(releases),
     )
 
@@ -203,10 +244,12 @@ def load(path: Path = PINS) -> Pins:
     """
     try:
         return _parse(tomllib.loads(path.read_text()))
+    except TypeError as error:  # an entry of `published` with a key too few or too many
+        raise Stop(f"{path.name}: {error}") from None
     except KeyError as key:
         raise Stop(f"{path.name} lacks the key or the entry {key}") from None
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise Stop(f"{path}: {error}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, AttributeError) as error:
+        raise Stop(f"{path.name}: {error}") from None
     except Stop as stop:
         raise Stop(f"{path.name}: {stop}") from None
 

@@ -3,6 +3,7 @@
 Plain lines, so that a log file and a terminal show the same.
 """
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,12 +34,17 @@ def timed(text: str) -> Iterator[None]:
 
 
 def main(job: Callable[[list[str]], None]) -> None:
-    """Run a job as a command: exit 0, or 1 with one line on standard error, or 130 on Ctrl-C."""
+    """Run a job as a command: exit 0, or 1 with one line on standard error, or 130 when it is told to stop."""
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # what Ctrl-C cleans up, these do
+        signal.signal(ending, signal.default_int_handler)
     try:
         job(sys.argv[1:])
     except Stop as stop:
         print(f"error: {stop}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
+    except (OSError, UnicodeDecodeError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
-        print("stopped by Ctrl-C: nothing half-made is left; run it again to go on", file=sys.stderr)
+        print("stopped: nothing half-made is left; run it again to go on", file=sys.stderr)
         raise SystemExit(130) from None

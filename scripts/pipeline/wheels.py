@@ -18,7 +18,7 @@ from pathlib import Path
 
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
-from scripts.pipeline import pins, say
+from scripts.pipeline import network, pins, say
 from scripts.pipeline.say import Stop
 
 
@@ -102,10 +102,11 @@ def download(release: pins.Release, hashes: tuple[str, ...], all_pins: pins.Pins
         command = [*pip(), "download", "--no-deps", "--require-hashes", "--only-binary", ":all:", "--no-cache-dir"]
         command += ["--python-version", all_pins.python, "--requirement", str(requirement), "--dest", tmp]
         command += [arg for tag in platforms(all_pins.platform)[:-1] for arg in ("--platform", tag)]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=os.environ | network.index())
         found = list(Path(tmp).glob("*.whl"))
         if done.returncode or len(found) != 1:
-            why = " ".join(line for line in done.stderr.splitlines() if line.startswith("ERROR"))[:400]
+            said = [line for line in done.stderr.splitlines() if line.startswith("ERROR") or "No space left" in line]
+            why = "the disk is full" if "No space left" in " ".join(said) else " ".join(said)[:400]
             raise Stop(
                 f"the wheel of {wanted} can't be fetched: {why or 'pip found none'}: check the network and "
                 f"locks/{release.lock.name}, then run it again"

@@ -1,9 +1,11 @@
 """Dockerfile.vllm itself, on a small stand-in for an engine: the package `six`, with a series that changes one line.
+The stand-in for a torch stack is uvloop, which has a shared object large enough to be measured.
 
 Everything is real: the builder, the base, the wheels by hash, the series. Only the stage `verified` needs an engine.
 """
 
 import hashlib
+import json
 import shutil
 import subprocess
 import time
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.pipeline import base, build, containers, lock, pins
+from scripts.pipeline import base, containers, lock, network, pins
 from scripts.pipeline.say import Stop
 
 PINS = pins.load()
@@ -51,10 +53,12 @@ def context(tmp_path_factory: pytest.TempPathFactory, six: bytes) -> Path:
     (folder / "locks").mkdir()
     for name in ("debian", "tools"):
         shutil.copy(pins.ROOT / "locks" / f"{name}.txt", folder / "locks")
-    lock.compile_lock(PINS, ["markupsafe==3.0.2"], folder / "locks" / "torch.txt")
+    lock.compile_lock(PINS, ["uvloop==0.22.1"], folder / "locks" / "torch.txt")
     lock.compile_lock(PINS, ["six==1.17.0"], folder / "locks" / "engine.txt")
     for name in ("in_image", "layers"):
         shutil.copytree(pins.ROOT / "scripts" / name, folder / name)
+    release = {"arch": PINS.arch, "variant": "cpu", "serving_objects": ["uvloop/loop.*.so"]}
+    (folder / "release.json").write_text(json.dumps(release))
     write_series(folder / "series", six)
     return folder
 
@@ -76,7 +80,7 @@ def make(
     """Build up to `patched` as the pipeline does: the engine with the network, the rest without."""
     args = {"SOURCE_DATE_EPOCH": str(PINS.source_date_epoch), "BASE_IMAGE": origin.reference}
     common = {"dockerfile": pins.ROOT / "Dockerfile.vllm", "context": context}
-    with build.secrets() as given:
+    with network.secrets() as given:
         containers.build(
             engine, **common, tag=f"{TAG}-engine", target="engine", args=args, secrets=given | (secrets or {})
         )
@@ -93,7 +97,7 @@ def test_the_patched_file_is_the_one_that_runs(
     engine: containers.ContainerEngine, origin: base.Base, context: Path
 ) -> None:
     make(engine, origin, context)
-    program = "import six, markupsafe; print(six.__version__, six.__cached__ is not None)"
+    program = "import six, uvloop; print(six.__version__, six.__cached__ is not None)"
     assert containers.run(engine, TAG, ["python3", "-c", program]) == (0, "patched True\n")
 
 
@@ -155,9 +159,9 @@ def test_a_secret_is_in_no_layer_and_in_no_history(
 ) -> None:
     marker = f"a-secret-of-this-test-{time.time_ns()}"
     secret = tmp_path / "network"
-    with build.secrets() as given:
+    with network.secrets() as given:
         secret.write_text(given["network"].read_text() + f"export KIMI_MARKER={marker}\n")
-    lock.compile_lock(PINS, ["markupsafe==3.0.1"], copy / "locks" / "torch.txt")  # no layer from the cache
+    lock.compile_lock(PINS, ["uvloop==0.21.0"], copy / "locks" / "torch.txt")  # no layer from the cache
     make(engine, origin, copy, {"network": secret})
     archive = tmp_path / "image.tar"
     with archive.open("wb") as out:

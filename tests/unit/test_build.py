@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.pipeline import base, build, pins, series
+from scripts.pipeline import base, build, network, pins, series
 from scripts.pipeline.say import Stop
 
 PINS = pins.load()
@@ -24,21 +24,23 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_locks_of_every_release_are_those_that_pins_names() -> None:
     for release in PINS.releases:
-        build.check_locks(release)
+        build.check_locks(PINS, release)
 
 
 def test_a_lock_of_another_version_is_refused_before_anything_is_built() -> None:
-    with pytest.raises(Stop, match=r"locks/vllm-0.16.0.txt has vllm 0.16.0, pins.toml has 0.16.1: run `nox -s lock`"):
+    with pytest.raises(
+        Stop, match=r"locks/vllm-0.16.0.txt has vllm 0.16.0, pins.toml wants vllm==0.16.1: run `nox -s lock`"
+    ):
 
         class Moved(pins.Release):
             lock = RELEASE.lock
 
-        build.check_locks(Moved(**{**vars(RELEASE), "version": "0.16.1"}))
+        build.check_locks(PINS, Moved(**{**vars(RELEASE), "version": "0.16.1"}))
 
 
 def test_a_missing_lock_is_refused_by_name() -> None:
     with pytest.raises(Stop, match=r"vllm-0.0.1.txt is missing in locks/: run `nox -s lock`"):
-        build.check_locks(dataclasses.replace(RELEASE, version="0.0.1"))
+        build.check_locks(PINS, dataclasses.replace(RELEASE, version="0.0.1"))
 
 
 def test_a_series_that_is_not_whole_is_refused_by_the_name_of_its_file(tmp_path: Path) -> None:
@@ -53,8 +55,8 @@ def test_a_series_that_is_not_whole_is_refused_by_the_name_of_its_file(tmp_path:
         build.check_series(Elsewhere(**vars(RELEASE)))
 
 
-def test_the_context_holds_this_release_alone_under_fixed_names() -> None:
-    context = build.prepare_context(PINS, RELEASE, ORIGIN)
+def test_the_context_holds_this_release_alone_under_fixed_names(tmp_path: Path) -> None:
+    context = build.prepare_context(PINS, RELEASE, ORIGIN, tmp_path)
     assert sorted(p.name for p in context.iterdir()) == [
         "base.json",
         "in_image",
@@ -75,10 +77,10 @@ def test_the_context_holds_this_release_alone_under_fixed_names() -> None:
     assert not list(context.rglob("__pycache__"))
 
 
-def test_nothing_of_an_earlier_context_stays() -> None:
-    context = build.prepare_context(PINS, RELEASE, ORIGIN)
+def test_nothing_of_an_earlier_context_stays(tmp_path: Path) -> None:
+    context = build.prepare_context(PINS, RELEASE, ORIGIN, tmp_path)
     (context / "series" / "left-over.patch").touch()
-    assert not (build.prepare_context(PINS, RELEASE, ORIGIN) / "series" / "left-over.patch").exists()
+    assert not (build.prepare_context(PINS, RELEASE, ORIGIN, tmp_path) / "series" / "left-over.patch").exists()
 
 
 def test_the_engine_is_built_with_the_network_and_the_rest_without_it_and_without_secrets() -> None:
@@ -102,10 +104,10 @@ def test_the_series_label_is_the_hash_that_the_image_records() -> None:
 
 
 def test_mirrors_and_proxies_go_through_a_secret_and_survive_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in build.NETWORK:
+    for name in (*network.PROXIES, *network.INDEXES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PIP_INDEX_URL", "https://user:pa'ss@mirror.example/simple")
-    with build.secrets() as given:
+    with network.secrets() as given:
         text = given["network"].read_text()
     assert not given["network"].exists()
     assert "export UV_DEFAULT_INDEX=" in text and "'\"'\"'" in text

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.pipeline import lock, pins
+from scripts.pipeline import lock, lockfile, pins
 from scripts.pipeline.say import Stop
 
 PINS = pins.load()
@@ -13,7 +13,7 @@ PINS = pins.load()
 
 def test_every_wheel_of_every_lock_has_a_hash_and_none_is_in_two_layers() -> None:
     for release in PINS.releases:
-        stack, own = lock.packages(release.torch.lock), lock.packages(release.lock)
+        stack, own = lockfile.packages(release.torch.lock), lockfile.packages(release.lock)
         assert stack["torch"] == release.torch.version and own[release.package] == release.version
         assert not set(stack) & set(own)
     for path in (pins.ROOT / "locks").glob("*.txt"):
@@ -30,7 +30,7 @@ def test_an_engine_is_locked_on_top_of_a_stack_and_without_it(tmp_path: Path) ->
     stack = tmp_path / "stack.txt"
     lock.compile_lock(PINS, ["markupsafe==3.0.2"], stack)
     lock.compile_lock(PINS, ["jinja2==3.1.6"], tmp_path / "engine.txt", on=stack)
-    assert lock.packages(tmp_path / "engine.txt") == {"jinja2": "3.1.6"}
+    assert lockfile.packages(tmp_path / "engine.txt") == {"jinja2": "3.1.6"}
 
 
 def test_a_stack_that_an_engine_cannot_use_is_refused_and_leaves_the_old_lock(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_stack_that_an_engine_cannot_use_is_refused_and_leaves_the_old_lock(tm
         lock.compile_lock(PINS, ["pydantic==2.12.0"], engine, on=stack)
     assert engine.read_text() == "old"
     lock.compile_lock(PINS, ["pydantic==2.12.0"], engine, on=stack, override=("typing-extensions",))
-    assert "pydantic" in lock.packages(engine)
+    assert "pydantic" in lockfile.packages(engine)
 
 
 def test_source_packages_are_never_locked(tmp_path: Path) -> None:

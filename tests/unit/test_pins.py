@@ -54,6 +54,9 @@ def test_an_unknown_release_is_one_line_that_names_what_there_is(
         ('torch = "2.9.1"', 'torch = "2.0.0"', "lacks the key or the entry '2.0.0'"),
         ("unpinned = ", "why = ", "neither a revision nor the reason"),
         ("[image]", "[image", "pins.toml"),
+        ("floor = 2.2", "floor = 4.2", "floor is 4.2, and 3 draft tokens give more than 1 and at most 4"),
+        ("acceptance = 3.017", "acceptance = 1.0", "published 'GSM8K' is 1.0"),
+        ('kind = "chat", ', "", "kind"),
     ],
 )
 def test_an_input_that_is_not_pinned_is_refused_by_name(tmp_path: Path, old: str, new: str, says: str) -> None:
