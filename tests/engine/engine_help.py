@@ -45,6 +45,7 @@ class Engine:
         (folder / "tmp").mkdir(parents=True)
         self.series.mkdir()
         (self.series / "tree").write_text("# no file is touched\n")
+        (self.series / "series").write_text("# no patch\n")
         self.release: dict[str, Any] = {"engine": "vllm", "version": version, "package": "vllm", "nvcc": False}
         find = "import importlib.util as u; print(u.find_spec('vllm').submodule_search_locations[0])"
         source = subprocess.run([self.python, "-c", find], capture_output=True, text=True, check=True).stdout.strip()
