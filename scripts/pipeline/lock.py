@@ -17,12 +17,17 @@ from scripts.pipeline import base, lockfile, network, pins, say
 
 
 def compile_lock(
-    all_pins: pins.Pins, requirements: list[str], out: Path, on: Path | None = None, override: tuple[str, ...] = ()
+    all_pins: pins.Pins,
+    requirements: list[str],
+    out: Path,
+    on: Path | None = None,
+    override: tuple[str, ...] = (),
+    like: Path | None = None,
 ) -> None:
     """Resolve `requirements` into `out`, on top of the lock `on` and without what it holds already.
 
     What an engine asks for must agree with the stack, but for the packages named in `override`, where the
-    stack wins. The result replaces `out` only when it is whole. Raises Stop when there is no solution.
+    stack wins. What it shares with the lock `like` has the same version there and here. The result replaces `out` only when it is whole. Raises Stop when there is no solution.
     """
     with tempfile.TemporaryDirectory() as tmp:
         source, result = Path(tmp, "requirements.in"), Path(tmp, "lock.txt")
@@ -34,9 +39,10 @@ def compile_lock(
         ]
         if on is not None:
             stack = lockfile.packages(on)
-            for option, names in (("--constraint", set(stack) - set(override)), ("--override", set(override))):
+            held = (lockfile.packages(like) if like else {}) | stack
+            for option, names in (("--constraint", set(held) - set(override)), ("--override", set(override))):
                 file = Path(tmp, option.strip("-"))
-                file.write_text("".join(f"{name}=={stack[name]}\n" for name in sorted(names)))
+                file.write_text("".join(f"{name}=={held[name]}\n" for name in sorted(names)))
                 command += [option, str(file)]
             command += [arg for name in stack for arg in ("--no-emit-package", name)]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | network.index())
@@ -62,7 +68,11 @@ def job(argv: list[str]) -> None:
         jobs[torch.lock.stem] = partial(compile_lock, all_pins, list(torch.requirements), torch.lock)
     for r in all_pins.releases:
         wanted = [f"{r.package}=={r.version}"]
-        jobs[r.lock.stem] = partial(compile_lock, all_pins, wanted, r.lock, on=r.torch.lock, override=r.override)
+        # A twin has what the image it stands for has, wherever it can; that one's lock is written before it.
+        like = None if r.variant == "cuda" else all_pins.release(r.engine, r.version).lock
+        jobs[r.lock.stem] = partial(
+            compile_lock, all_pins, wanted, r.lock, on=r.torch.lock, override=r.override, like=like
+        )
     jobs["debian"] = partial(base.lock, all_pins)
     unknown = set(only) - set(jobs)
     if unknown:

@@ -273,7 +273,7 @@ def test_ctrl_c_in_a_build_stops_it_and_leaves_no_tag_and_the_next_build_works(
     )
     exit_code, rest = interrupted(code, f'RUN ["/{name}"]', everyone)
     assert exit_code == 130, rest
-    assert "stopped by Ctrl-C" in rest
+    assert "stopped: " in rest
     assert "Traceback" not in rest
     assert gone(f"/{name}"), "the build's step still runs"
     assert containers.image_id(engine, tag) is None
