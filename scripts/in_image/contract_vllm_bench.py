@@ -18,9 +18,6 @@ from typing import Any
 import tiny_models
 from contract_check import Context, Unmet
 
-MAX_LEN = 128
-DRAFT_TOKENS = 3
-
 
 def _platform() -> Any:
     """The engine's CPU platform, which only picks attention backends that each wheel can build without a GPU."""
@@ -124,9 +121,19 @@ def _allow_images() -> None:
 
 
 class Bench:
-    """One engine process with a world of one, a real wrapper target around a real tiny language model, and drafters."""
+    """One engine process with a world of one, a real wrapper target around a real tiny language model, and drafters.
 
-    def __init__(self, work: Path) -> None:
+    `target`: the folder of another target than the tiny one; `max_len`: tokens of the longest sequence.
+    """
+
+    def __init__(
+        self,
+        work: Path,
+        target: Path | None = None,
+        max_len: int = 128,
+        draft_tokens: int = 3,
+        dtype: str = "float32",
+    ) -> None:
         if "vllm" in sys.modules:
             raise Unmet("vllm is imported already: run the contract in a process of its own")
         import vllm.platforms
@@ -139,8 +146,10 @@ class Bench:
         _allow_images()
         registry._run_in_subprocess = lambda inspect: inspect()  # else each class costs another import of vllm
         self.work = work / "models"
+        self.work.mkdir()
         self.device = torch.device("cpu")
-        self.target = tiny_models.write_target(self.work / "target")
+        self.target = target or tiny_models.write_target(self.work / "target")
+        self.max_len, self.draft_tokens, self.dtype = max_len, draft_tokens, dtype
 
     def model_config(self, folder: Path) -> Any:
         """A real ModelConfig of a target."""
@@ -150,8 +159,8 @@ class Bench:
             model=str(folder),
             tokenizer=str(folder),
             skip_tokenizer_init=True,
-            dtype="float32",
-            max_model_len=MAX_LEN,
+            dtype=self.dtype,
+            max_model_len=self.max_len,
             enforce_eager=True,
             limit_mm_per_prompt={"vision_chunk": 0},
         )
@@ -163,7 +172,7 @@ class Bench:
         return SpeculativeConfig(
             method="eagle3",
             model=str(drafter),
-            num_speculative_tokens=DRAFT_TOKENS,
+            num_speculative_tokens=self.draft_tokens,
             target_model_config=target,
             target_parallel_config=ParallelConfig(),
             enforce_eager=True,
@@ -191,8 +200,8 @@ class Bench:
             load_config=LoadConfig(load_format="safetensors", use_tqdm_on_load=False),
             compilation_config=CompilationConfig(mode=0, custom_ops=["none"]),
             scheduler_config=SchedulerConfig(
-                max_model_len=MAX_LEN,
-                max_num_batched_tokens=MAX_LEN,
+                max_model_len=self.max_len,
+                max_num_batched_tokens=self.max_len,
                 max_num_seqs=4,
                 is_encoder_decoder=False,
                 async_scheduling=False,
@@ -237,13 +246,13 @@ class Bench:
         with set_current_vllm_config(self.config):
             return get_model(vllm_config=self.config)
 
-    def proposer(self, kind: str) -> Any:
-        """The engine's real EagleProposer for a drafter, before it loads anything."""
+    def proposer(self, drafter: Path) -> Any:
+        """The engine's real EagleProposer for the drafter in a folder, before it loads anything."""
         from vllm.config import set_current_vllm_config
         from vllm.v1.spec_decode.eagle import EagleProposer
 
         self.wrapper  # noqa: B018  (the world and the target come first)
-        config = self.vllm_config(self.drafter(kind))
+        config = self.vllm_config(drafter)
         with set_current_vllm_config(config):
             return EagleProposer(config, self.device)
 
@@ -271,7 +280,7 @@ class Bench:
     @cache  # noqa: B019  (there is one bench in a process)
     def loaded(self, kind: str) -> Any:
         """A proposer with its drafter loaded beside the wrapper target."""
-        proposer = self.proposer(kind)
+        proposer = self.proposer(self.drafter(kind))
         with self.any_placeholder():
             self.load(proposer)
         return proposer

@@ -31,7 +31,7 @@ def allow_list(context: Context) -> str:
 def placeholder_token(context: Context) -> str:
     """The drafter's loader finds the placeholder token of an image in the target's config."""
     engine = bench(context)
-    proposer = engine.proposer("llama")
+    proposer = engine.proposer(engine.drafter("llama"))
     try:
         drafter = engine.load(proposer)
     except AttributeError as error:

@@ -25,7 +25,7 @@ def job(argv: list[str]) -> None:
     engine = containers.find()
     chosen = [r for r in all_pins.releases if r.variant == "cuda" and r.version in (options.version or [r.version])]
     built = [r for r in chosen if containers.image_id(engine, build.unpatched(all_pins, r))]
-    for release in set(chosen) - set(built):
+    for release in (r for r in chosen if r not in built):
         cure = f"`nox -s build-{release.engine} -- --version {release.version}` comes first"
         say.note(f"{release.name} is not tested: {cure}")
     if not built:
