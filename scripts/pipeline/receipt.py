@@ -59,6 +59,7 @@ def make(
     about: Mapping[str, Any],
     runs: Sequence[Run],
     when: datetime | None = None,
+    in_process: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """A receipt. `image` is None for a server that was already up at `url`; `about` is what the image says of itself.
 
@@ -93,6 +94,7 @@ def make(
             {"run": run.name, "rung": rung.name, "why": rung.detail}
             for run in runs for rung in run.rungs if rung.status == "not climbed"
         ],
+        "in_process": list(in_process),
         "needs_gpu": list(about.get("needs_gpu") or ()) if release.variant == "cpu" else [],
     }  # fmt: skip
 
