@@ -38,6 +38,12 @@ def smoke_vllm(session: nox.Session) -> None:
     job(session, "smoke", "vllm")
 
 
+@nox.session
+def report(session: nox.Session) -> None:
+    """Write one page of all receipts: what was tested, acceptance beside the published figures, what is open."""
+    job(session, "report")
+
+
 @nox.session(name="check-patches")
 def check_patches(session: nox.Session) -> None:
     """Lint every series and apply it, exactly, to the pristine wheel it was made for."""
