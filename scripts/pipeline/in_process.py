@@ -24,7 +24,8 @@ def prove(engine: containers.ContainerEngine, all_pins: pins.Pins, release: pins
     record, incomplete = smoke.about(engine, image.id)
     if incomplete:
         raise say.Stop(f"{image.reference} doesn't know what it is: {incomplete}: build it again")
-    found, runs, failed = [], [], ""
+    runs: list[receipt.Run] = []
+    found, failed = [], ""
     for kind in ("mla", "llama"):
         with tempfile.TemporaryDirectory(prefix="oracle-") as tmp, say.timed(f"the oracle in a process ({kind})"):
             folder = trials.make_oracle(engine, image.id, Path(tmp), ["--drafter", kind])
