@@ -123,8 +123,8 @@ def row_in_process(entry: Json, r: Json) -> str:
     return (
         f'<tr><td colspan="2"><b>in process</b><br><small>oracle, {escape(entry["drafter"])}</small></td>'
         f'<td class="rung {status}" colspan="5"><b>{MARK[status]} {escape(str(name))}</b><span class="soft">'
-        f"without a server, through the image's own Python, from target to verify loop; no rung of the ladder</span></td>"
-        f"<td><small>{lengths or 'not measured'}</small></td><td><small>no GPU</small></td></tr>"
+        f"without a server, through the image's own Python, from target to verify loop</span></td>"
+        f"<td><small>{lengths or 'not measured'}</small></td><td><small>not recorded</small></td></tr>"
     )
 
 
