@@ -4,6 +4,7 @@ The page is one HTML file without a script and without anything from elsewhere. 
 """
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from string import Template
 from typing import Any
 
 from scripts.pipeline import base, pins, receipt, report_charts
-from scripts.pipeline.report_charts import numbers_of
+from scripts.pipeline.report_charts import in_process, numbers_of, verdict
 from scripts.pipeline.say import Stop, main
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -31,15 +32,15 @@ def files_of(paths: Sequence[Path]) -> list[Path]:
     return list({file.resolve(): file for file in found}.values())
 
 
-def read_all(files: Iterable[Path]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The valid receipts, newest first, and one line for each file that is none."""
+def read_all(files: Iterable[Path]) -> tuple[list[dict[str, Any]], list[tuple[Path, str]]]:
+    """The valid receipts, newest first, and each file that is none with the reason."""
     good, bad = [], []
     for file in files:
         try:
             good.append(receipt.read(file))
         except (Stop, ValueError) as error:  # ValueError: a failure that no ladder knows
-            bad.append(str(error) if str(file) in str(error) else f"{file}: {error}")
-    good.sort(key=lambda r: (r["release"]["engine"], r["release"]["version"], repr(r)))
+            bad.append((file, str(error).removeprefix(f"{file}: ").removeprefix(f"{file} ")))
+    good.sort(key=lambda r: json.dumps(r, sort_keys=True))
     good.sort(key=lambda r: str(r["when"]), reverse=True)
     return good, sorted(bad)
 
@@ -92,8 +93,9 @@ def rung_cells(rungs: Sequence[Json]) -> str:
 def block(r: Json) -> str:
     """A receipt in the table: what was tested, and a line for each run."""
     name = r["image"]["reference"] if r["image"] else f"server {r['server']}"
-    verdict = '<span class="chip passed">passed</span>' if r["ok"] else '<span class="chip failed">failed</span>'
-    head = f'<th colspan="9" scope="rowgroup"><span class="name">{escape(name)}</span>{verdict}<dl>{facts(r)}</dl></th>'
+    head = (
+        f'<th colspan="9" scope="rowgroup"><span class="name">{escape(name)}</span>{verdict(r)}<dl>{facts(r)}</dl></th>'
+    )
     rows = [f"<tr>{head}</tr>"]
     for run in r["runs"]:
         length, exact, floor, _ = numbers_of(run)
@@ -105,7 +107,25 @@ def block(r: Json) -> str:
             f'{rung_cells(run["rungs"])}<td class="number">{shown}<br><small>{against}</small></td>'
             f"<td><small>{escape(run['hardware'])}</small></td></tr>"
         )
+    rows += [row_in_process(entry, r) for entry in r.get("in_process", ())]
     return f'<tbody class="receipt">{"".join(rows)}</tbody>'
+
+
+def row_in_process(entry: Json, r: Json) -> str:
+    """The line of an oracle that went through the image's own Python without a server."""
+    title = f"oracle in process, {entry['drafter']}"
+    runs = [run for run in in_process(r) if run["title"] == title]
+    status = "passed" if entry["ok"] and runs else "failed"
+    name = (
+        entry["failure"].get("name", "") if isinstance(entry["failure"], dict) else "" if runs else "nothing measured"
+    )
+    lengths = ", ".join(f"{numbers_of(run)[0]:.3f} at K = {run['k']}" for run in runs)
+    return (
+        f'<tr><td colspan="2"><b>in process</b><br><small>oracle, {escape(entry["drafter"])}</small></td>'
+        f'<td class="rung {status}" colspan="5"><b>{MARK[status]} {escape(str(name))}</b><span class="soft">'
+        f"without a server, through the image's own Python, from target to verify loop</span></td>"
+        f"<td><small>{lengths or 'not measured'}</small></td><td><small>not recorded</small></td></tr>"
+    )
 
 
 def gallery(panels: Sequence[str], none: str) -> str:
@@ -114,10 +134,12 @@ def gallery(panels: Sequence[str], none: str) -> str:
 
 def on_gpu(run: Json) -> bool:
     """Whether a run's hardware is known and is no processor (server.hardware writes it)."""
+    if run["rungs"][1]["status"] != "passed":
+        return False  # no server was up
     return "(CPU)" not in run["hardware"] and not run["hardware"].startswith("not known")
 
 
-def missing(all_pins: pins.Pins, good: Sequence[Json], bad: Sequence[str]) -> list[str]:
+def missing(all_pins: pins.Pins, good: Sequence[Json], bad: Sequence[tuple[Path, str]]) -> list[str]:
     """What the receipts don't show, in words: hardware, models, releases, rungs that nobody climbed, files left out."""
     runs = [run for r in good for run in r["runs"]]
     said = []
@@ -138,21 +160,28 @@ def missing(all_pins: pins.Pins, good: Sequence[Json], bad: Sequence[str]) -> li
     if dirty := [r for r in good if (r["revision"] or "").endswith("-dirty")]:
         said.append(f"Receipts of images that were built from a tree with changes that no commit has: {len(dirty)}.")
     if unmeasured := sum(not numbers_of(run)[3] for run in runs):
-        said.append(f"Runs that ended before acceptance was measured, and have no chart: {unmeasured} of {len(runs)}.")
+        said.append(f"Runs that came to no measurement of acceptance, and have no chart: {unmeasured} of {len(runs)}.")
     if alone := sum(str(run["rungs"][3]["numbers"].get("output", "")).startswith("not compared") for run in runs):
         said.append(f"Runs whose output was not compared with anything: {alone} of {len(runs)}.")
-    whys = sorted({(item["rung"], item["why"]) for r in good for item in r["not_climbed"]})
-    said += [f"{rung} was not climbed: {escape(why)}." for rung, why in whys if " failed (" not in why]
-    return said + [f"<b>Left out, because it is no valid receipt:</b> {escape(line)}" for line in bad]
+    whys: dict[str, set[str]] = {}
+    for item in (item for r in good for item in r["not_climbed"] if " failed (" not in item["why"]):
+        whys.setdefault(item["why"], set()).add(item["rung"])
+    said += [f"Not climbed, {', '.join(sorted(rungs))}: {escape(why)}." for why, rungs in sorted(whys.items())]
+    return said + [
+        f"<b>Left out, because it is no valid receipt:</b> {escape(f'{file.name}: {why}')}" for file, why in bad
+    ]
 
 
-def page(all_pins: pins.Pins, good: Sequence[Json], bad: Sequence[str]) -> str:
-    """The page. `good` are valid receipts, newest first; `bad` is a line for each file that was left out."""
-    measured = [(r, run) for r in good for run in r["runs"] if numbers_of(run)[3]]
+def page(all_pins: pins.Pins, good: Sequence[Json], bad: Sequence[tuple[Path, str]]) -> str:
+    """The page. `good` are valid receipts, newest first; `bad` are the files left out, with the reason."""
+    measured = [(r, run) for r in good for run in [*r["runs"], *in_process(r)] if numbers_of(run)[3]]
     drafters = all_pins.drafters
     oracle = [report_charts.oracle_panel(r, run) for r, run in measured if run["pair"] == "oracle"]
     real = [report_charts.real_panel(drafters, r, run) for r, run in measured if run["pair"] != "oracle"]
-    by_drafter = [(d, [run for _, run in measured if report_charts.drafter_of([d], run)]) for d in drafters]
+    by_drafter = [
+        (d, [run for _, run in measured if run["pair"] != "oracle" and report_charts.drafter_of([d], run)])
+        for d in drafters
+    ]
     runs = [run for r in good for run in r["runs"]]
     plural = "receipt" if len(good) == 1 else "receipts"
     summary = (
@@ -191,8 +220,8 @@ def job(argv: list[str]) -> None:
     if not files:
         raise Stop(f"no receipts in {', '.join(map(str, options.paths)) or kept}: `nox -s smoke-vllm` writes one")
     good, bad = read_all(files)
-    for line in bad:
-        print(f"error: {line}", file=sys.stderr)
+    for file, why in bad:
+        print(f"error: {file}: {why}", file=sys.stderr)
     if not good:
         raise Stop(f"none of {len(files)} files is a valid receipt, so there is no page")
     if out.resolve() in {file.resolve() for file in files}:

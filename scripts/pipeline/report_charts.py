@@ -21,6 +21,38 @@ def numbers_of(run: Json) -> tuple[float | None, float | None, float | None, lis
     return length, exact, floor, [share for share in shares if share is not None and 0 <= share <= 1]
 
 
+def verdict(tested: Json) -> str:
+    """The chip of a receipt or of a run: passed, failed, or open where nothing failed and not all was climbed."""
+    parts = tested.get("runs", [tested])
+    broken = any(rung["status"] == "failed" for run in parts for rung in run["rungs"])
+    broken = broken or not all(entry["ok"] for entry in tested.get("in_process", ()))
+    word, kind = (
+        ("passed", "passed") if tested["ok"] and not broken else ("failed",) * 2 if broken else ("open", "none")
+    )
+    return f'<span class="chip {kind}">{word}</span>'
+
+
+def in_process(r: Json) -> list[dict[str, Any]]:
+    """The oracle's runs without a server, in the form of runs up the ladder, of which they have S3's numbers alone."""
+    found = []
+    for entry in r.get("in_process", ()):
+        for part in filter(lambda part: isinstance(part, dict), entry["runs"]):
+            k, drafts, length = (_number(part.get(name)) for name in ("k", "drafts", "acceptance_length"))
+            if not k or not drafts or length is None:
+                continue
+            # With a partial draft vocabulary it is less than K + 1, by how much is not in the receipt.
+            whole = isinstance(entry["oracle"], dict) and not entry["oracle"].get("partial")
+            exact = k + 1 if whole else None
+            by_position = [(_number(count) or 0) / drafts for count in part.get("accepted_per_position") or ()]
+            numbers = {"acceptance": length, "expected": exact, "per_position": by_position}
+            s3 = {"status": "passed" if entry["ok"] else "failed", "numbers": numbers}
+            title = f"oracle in process, {entry['drafter']}"
+            found.append(
+                {"pair": "oracle", "title": title, "k": int(k), "ok": entry["ok"], "rungs": [{"status": ""}] * 3 + [s3]}
+            )
+    return found
+
+
 def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
@@ -79,12 +111,13 @@ def panel(r: Json, run: Json, expected: Sequence[float], against: str) -> str:
                 f'<text class="value" x="{x + slot / 2:.1f}" y="{y:.1f}" text-anchor="middle">{share * 100:.0f}</text>'
             )
             bars.append(f'<text x="{x + slot / 2:.1f}" y="{height - 6}" text-anchor="middle">{i + 1}</text>')
-    name = f"{r['image']['reference'].rpartition('/')[2] if r['image'] else r['server']}"
-    chip = "passed" if run["ok"] else "failed"
-    label = f"{name}, {run['pair']}, K = {run['k']}: " + ", ".join(f"{share:.0%}" for share in measured)
+    name = r["image"]["reference"].rpartition("/")[2] if r["image"] else str(r["server"])
+    of = f"{escape(r['image']['id'][7:19])}, " if r["image"] else ""
+    title = run.get("title", run["pair"])
+    label = f"{name}, {title}, K = {run['k']}: " + ", ".join(f"{share:.0%}" for share in measured)
     return (
-        f'<figure><figcaption><b>{escape(run["pair"])}, K = {run["k"]}</b> <span class="chip {chip}">{chip}</span><br>'
-        f"<small>{escape(name)}, {escape(r['when'][:10])}</small></figcaption>"
+        f"<figure><figcaption><b>{escape(title)}, K = {run['k']}</b> {verdict(run)}<br>"
+        f"<small>{escape(name)}<br>{of}{escape(r['when'][:10])}</small></figcaption>"
         f'<svg viewBox="0 0 {width} {height + 14}" role="img" aria-label="{escape(label)}">'
         f"{axes(SMALL, {'0': 0, '50 %': 0.5, '100 %': 1}, 'position')}{''.join(bars)}</svg>"
         f"<figcaption><b>{length or 0:.3f}</b> <small>{escape(against)}</small></figcaption></figure>"
@@ -149,7 +182,7 @@ def published(drafter: pins.Drafter, runs: Sequence[Json]) -> str:
     ]
     heads = "".join(f'<th class="number">{k}</th>' for k in ks)
     return (
-        f'<h3>Published for <code>{name}</code>, by K</h3><div class="panels"><figure class="big">'
+        f'<h3>Published for <code>{name}</code>, by K</h3><div class="beside"><figure class="big">'
         f'<svg viewBox="0 0 {width} {height + 14}" role="img" aria-label="published acceptance lengths by K">'
         f"{axes(BIG, ticks, 'K, draft tokens')}{''.join(drawn)}</svg><figcaption><small>Acceptance length by K. Dots: "
         f"published. Squares: measured, over all prompts of a run.</small></figcaption></figure>"

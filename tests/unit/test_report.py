@@ -104,7 +104,7 @@ def words(page: str) -> str:
 class Balanced(HTMLParser):
     """Whether each element that is opened is closed, in order."""
 
-    VOID = ("meta", "br")
+    VOID = ("meta", "br", "col")
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,12 +189,33 @@ def test_without_a_gpu_the_page_says_so(tmp_path: Path) -> None:
 def test_with_a_gpu_the_page_does_not_say_so_and_admits_what_is_left(many: Path, tmp_path: Path) -> None:
     seen = words(text_of(many, tmp_path))
     assert "from a GPU yet" not in seen and "No run with" not in seen and "2 of them on GPUs" in seen
-    assert "Runs that ended before acceptance was measured, and have no chart: 1 of 7." in seen
+    assert "Runs that came to no measurement of acceptance, and have no chart: 1 of 7." in seen
     assert "Runs whose output was not compared with anything: 1 of 7." in seen
 
 
 def test_hardware_that_is_not_known_is_no_gpu() -> None:
-    assert [report.on_gpu({"hardware": h}) for h in (GPU, CPU, "not known (x86_64)")] == [True, False, False]
+    up = made(oracle(3))["runs"][0]
+    assert [report.on_gpu(up | {"hardware": h}) for h in (GPU, CPU, "not known (x86_64)")] == [True, False, False]
+    assert not report.on_gpu(made(dead())["runs"][0] | {"hardware": GPU}), "no server was up on it"
+
+
+def in_process(drafter: str = "mla", ok: bool = True) -> dict[str, Any]:
+    counts = {"k": 3, "drafts": 24, "acceptance_length": 4.0, "accepted_per_position": [24, 24, 24]}
+    failure = None if ok else {"name": "acceptance-low"}
+    return {"drafter": drafter, "ok": ok, "failure": failure, "oracle": {"partial": False}, "runs": [counts]}
+
+
+def test_a_receipt_of_which_nothing_was_climbed_is_open_and_shows_what_ran_without_a_server() -> None:
+    rungs = tuple(ladder.not_climbed(name, "no GPU here") for name in ladder.RUNGS)
+    r = made(receipt.Run("oracle", "t", "d", 3, "", "not known: nothing ran", rungs), version="0.16.0", variant="cuda")
+    page = report.page(PINS, [r | {"in_process": [in_process()]}], [])
+    seen = words(page)
+    assert "kimi-k2.5-eagle3-vllm:0.16.0 open" in seen and "in process oracle, mla ✓ passed" in seen
+    assert page.count('<rect class="oracle" x') == 1 + 3 and "4.000 at K = 3" in seen and "from a GPU yet" in seen
+    seen = words(report.page(PINS, [r | {"in_process": [in_process(), in_process("llama", ok=False)]}], []))
+    assert "kimi-k2.5-eagle3-vllm:0.16.0 failed" in seen and "✗ failed acceptance-low" in seen
+    seen = words(report.page(PINS, [r | {"in_process": [in_process() | {"runs": []}]}], []))
+    assert "✗ failed nothing measured" in seen
 
 
 def test_what_a_receipt_says_is_text_and_never_markup(tmp_path: Path) -> None:
@@ -235,7 +256,7 @@ def test_a_receipt_that_does_not_fit_is_named_left_out_and_fails_the_command(
     said, page = capsys.readouterr(), (tmp_path / "p.html").read_text()
     assert said.out == f"{tmp_path / 'p.html'}\n" and said.err.count("error: ") == said.err.count("\n") == 2
     assert "wrong.json" in said.err and "text.json" in said.err and "f" * 64 not in page
-    assert "1 receipts" not in page and "Left out" in page
+    assert "Left out, because it is no valid receipt:</b> wrong.json" in page and str(tmp_path) not in page
 
 
 def test_without_a_receipt_there_is_one_line_and_no_page(
