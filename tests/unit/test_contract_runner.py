@@ -139,6 +139,7 @@ def make_package(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("tinyengine/gone.py {before} {after}", "tinyengine/gone.py is missing"),
         ("tinyengine/model.py {before} -", "tinyengine/model.py is there, the series removes it"),
         ("tinyengine/model.py {after}", "a line has [2] fields instead of 3"),
+        ("# emptied", "series lists 1 patches, and tree 0 files"),
     ],
 )
 def test_the_tree_is_compared_file_by_file(
@@ -146,6 +147,7 @@ def test_the_tree_is_compared_file_by_file(
 ) -> None:
     make_package(tmp_path, monkeypatch)
     after = hashlib.sha256(b"x = 1\n").hexdigest()
+    (tmp_path / "series").write_text("# a comment\n0001-a.patch\n")
     (tmp_path / "tree").write_text("# a comment\n" + line.format(before="0" * 64, after=after) + "\n")
     here = context(tmp_path, engine="tinyengine")
     if problem is None:
