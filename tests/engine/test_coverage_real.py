@@ -41,6 +41,7 @@ OBJECTS = {
         "torch/lib/libtorch_cuda_linalg.so",
     ],
 }
+OBJECTS["0.33.0"] = OBJECTS["0.32.0"]
 KINDS = ("native", "ptx", "none")
 # What the serving path finds on sm_120, and what must not be taken for it: path -> (status, *KINDS).
 KNOWN = {
@@ -57,6 +58,13 @@ KNOWN = {
         "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so": ("ptx", 0, 76, 0),
         "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": ("none", 0, 0, 192),
         "vllm/_flashmla_C.abi3.so": ("none", 0, 0, 51),
+    },
+    "0.33.0": {
+        "vllm/_C_stable_libtorch.abi3.so": ("native", 85, 6, 27),
+        "vllm/_moe_C_stable_libtorch.abi3.so": ("native", 27, 1, 7),
+        "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so": ("ptx", 0, 76, 0),
+        "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": ("none", 0, 0, 192),
+        "vllm/_flashmla_C.abi3.so": ("none", 0, 0, 53),
     },
 }
 
