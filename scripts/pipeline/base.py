@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.pipeline import containers, lockfile, network, pins, say
+from scripts.pipeline import containers, files, lockfile, network, pins, say
 
 LOCK = pins.ROOT / "locks" / "debian.txt"
 ROOM = 10**9  # bytes that bootstrapping needs
@@ -40,11 +40,6 @@ class Base:
     kind: str
     reference: str
     sha256: str
-
-
-def cache() -> Path:
-    """The folder of this machine that keeps what is slow to make or to fetch."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kimi-eagle3"
 
 
 def recipe(debian: pins.Debian, epoch: int, out: Path, include: tuple[str, ...] = ()) -> list[str]:
@@ -127,10 +122,10 @@ def lock(all_pins: pins.Pins) -> None:
 def _bootstrap(all_pins: pins.Pins, locked: set[str]) -> Path:
     """The tarball of the minimal system: from the cache, or made now. Raises Stop if it isn't what the lock says."""
     what = repr(recipe(all_pins.debian, all_pins.source_date_epoch, Path("base.tar"))) + "\n".join(sorted(locked))
-    tarball = cache() / "base" / f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.tar"
+    tarball = files.cache() / "base" / f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.tar"
     record = tarball.with_suffix(".sha256")
     if tarball.is_file() and record.is_file():
-        if record.read_text() == sha256(tarball):
+        if record.read_text() == files.sha256(tarball):
             say.note(f"bootstrapped before: {tarball}")
             return tarball
         say.note(f"{tarball} is not what was bootstrapped; making it anew")
@@ -146,17 +141,12 @@ def _bootstrap(all_pins: pins.Pins, locked: set[str]) -> Path:
         new = tarball.with_suffix(".new")
         shutil.copyfile(tmp / "base.tar", new)
         new.replace(tarball)
-        record.write_text(sha256(tarball))
+        record.write_text(files.sha256(tarball))
     return tarball
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _import(engine: containers.ContainerEngine, all_pins: pins.Pins, tarball: Path) -> Base:
-    digest = sha256(tarball)
+    digest = files.sha256(tarball)
     reference = f"{all_pins.image_name}-base:{digest[:16]}"
     if containers.image_id(engine, reference) is None:
         with tempfile.TemporaryDirectory(dir=tarball.parent) as tmp:

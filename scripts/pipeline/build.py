@@ -20,7 +20,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scripts.pipeline import base, containers, in_process, lockfile, network, pins, say, series, smoke, twin
+from scripts.pipeline import base, containers, files, in_process, lockfile, network, pins, say, series, smoke, twin
 
 # Numbers of draft tokens that the smoke test after a build tries; the pinned one first.
 PROOF = (3, 1, 5)
@@ -37,10 +37,6 @@ class Step:
     args: dict[str, str]
     labels: dict[str, str]
     network: str
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def check_locks(all_pins: pins.Pins, release: pins.Release) -> None:
@@ -141,8 +137,8 @@ def steps(all_pins: pins.Pins, release: pins.Release, origin: base.Base) -> tupl
         "org.opencontainers.image.base.digest": f"sha256:{origin.sha256}",
         "kimi-eagle3.base": origin.kind,
         "kimi-eagle3.series": series.digest(series.load(release.series)),
-        "kimi-eagle3.lock.torch": sha256(release.torch.lock),
-        "kimi-eagle3.lock.engine": sha256(release.lock),
+        "kimi-eagle3.lock.torch": files.sha256(release.torch.lock),
+        "kimi-eagle3.lock.engine": files.sha256(release.lock),
     }
     return (
         Step("engine", engine_image, args, {"kimi-eagle3.base": origin.kind}, "default"),
@@ -162,7 +158,7 @@ def what(release: pins.Release, context: Path, step: Step, given: dict[str, Path
 @contextmanager
 def alone(release: pins.Release) -> Iterator[None]:
     """One build of a release at a time on this machine: two would hand each other contexts and engines."""
-    path = base.cache() / "context" / f"{release.engine}-{release.tag}.lock"
+    path = files.cache() / "context" / f"{release.engine}-{release.tag}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:
@@ -184,7 +180,7 @@ def build(
 
     Raises Stop where any stage fails; the tag then stays where it was, on an image that passed, or on none.
     """
-    contexts = base.cache() / "context"
+    contexts = files.cache() / "context"
     if release.variant != "cuda":
         say.step(f"{release.name}: the wheel's Python is the image's but for {twin.compare(all_pins, release)}")
     with alone(release), network.secrets() as given, tempfile.TemporaryDirectory(dir=contexts) as own:
@@ -206,12 +202,9 @@ def confirm(engine: containers.ContainerEngine, image: str) -> None:
     """
     say.step(f"{image}: what it is")
     print(containers.run(engine, image, ["about"])[1])
-    code, text = containers.run(engine, image, ["about", "--json"])
+    about, incomplete = smoke.about(engine, image)
+    about = {} if incomplete else about
     labels = containers.labels(engine, image)
-    try:
-        about = json.loads(text) if code == 0 else {}
-    except json.JSONDecodeError:
-        about = {}
     found = {
         "kimi-eagle3.series": (about.get("series") or {}).get("series_sha256"),
         "kimi-eagle3.lock.torch": (about.get("locks") or {}).get("torch.txt"),
@@ -245,7 +238,7 @@ def show_commands(engine: containers.ContainerEngine, all_pins: pins.Pins, relea
                   no_cache: bool) -> None:  # fmt: skip
     """Print the builder's commands for a context that is left in place. They run as they are."""
     checkout = hashlib.sha256(str(pins.ROOT).encode()).hexdigest()[:8]
-    context = prepare_context(all_pins, release, origin, base.cache() / "context" / f"print-{checkout}")
+    context = prepare_context(all_pins, release, origin, files.cache() / "context" / f"print-{checkout}")
     given = {"ca": bundle} if (bundle := network.ca_bundle()) else {}
     if values := network.values():
         print(f"# also: --secret id=network,src=FILE, with a line `export NAME=VALUE` for each of {', '.join(values)}")

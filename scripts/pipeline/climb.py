@@ -3,7 +3,7 @@
 import time
 from dataclasses import replace
 
-from scripts.pipeline import adapters, base, ladder, say, server
+from scripts.pipeline import adapters, files, ladder, say, server
 from scripts.pipeline.adapters import Adapter
 from scripts.pipeline.ladder import Answer, Measured, Rung
 from scripts.pipeline.trials import Group, Trial
@@ -22,7 +22,7 @@ def show_log(up: server.Server) -> None:
     for line in lines[-LOG_LINES:]:
         say.note(line)
     if lines:
-        path = base.cache() / "smoke-failed.log"
+        path = files.cache() / "smoke-failed.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
         path.write_text("\n".join(lines) + "\n")

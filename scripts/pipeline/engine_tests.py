@@ -8,9 +8,9 @@ import argparse
 import subprocess
 import sys
 
-from scripts.pipeline import base, build, containers, pins, say
+from scripts.pipeline import build, containers, files, pins, say
 
-TOOLS = ("pytest==9.2.0", "nvidia-cuda-cuobjdump==13.5.37")
+TOOLS = ("pytest", "nvidia-cuda-cuobjdump==13.5.37")
 
 
 def job(argv: list[str]) -> None:
@@ -30,8 +30,9 @@ def job(argv: list[str]) -> None:
         say.note(f"{release.name} is not tested: {cure}")
     if not built:
         raise say.Stop("no image of an unpatched engine is on this machine: run `nox -s build-vllm` first")
-    tools = base.cache() / "pytest"
+    tools = files.cache() / "pytest"
     install = ["uv", "pip", "install", "--quiet", "--upgrade", "--only-binary", ":all:"]
+    install += ["--constraint", str(pins.ROOT / "tests" / "requirements.txt")]
     subprocess.run([*install, "--python-version", all_pins.python, "--target", tools, *TOOLS], check=True)
     failed = []
     for release in built:

@@ -244,11 +244,9 @@ def load(path: Path = PINS) -> Pins:
     """
     try:
         return _parse(tomllib.loads(path.read_text()))
-    except TypeError as error:  # an entry of `published` with a key too few or too many
-        raise Stop(f"{path.name}: {error}") from None
     except KeyError as key:
         raise Stop(f"{path.name} lacks the key or the entry {key}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, AttributeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, TypeError, AttributeError) as error:
         raise Stop(f"{path.name}: {error}") from None
     except Stop as stop:
         raise Stop(f"{path.name}: {stop}") from None

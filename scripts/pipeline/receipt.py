@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from scripts.pipeline import base, pins
+from scripts.pipeline import files, pins
 from scripts.pipeline.ladder import Rung, ok
 from scripts.pipeline.say import Stop
 
@@ -49,7 +49,7 @@ class Run:
 
 def path_for(image_id: str) -> Path:
     """Where the receipt of an image is kept on this machine."""
-    return base.cache() / "receipts" / f"{image_id.removeprefix('sha256:')}.json"
+    return files.cache() / "receipts" / f"{image_id.removeprefix('sha256:')}.json"
 
 
 def make(

@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from scripts.pipeline import base, pins, receipt, report_charts
+from scripts.pipeline import files, pins, receipt, report_charts
 from scripts.pipeline.report_charts import in_process, numbers_of, verdict
 from scripts.pipeline.say import Stop, main
 
@@ -215,16 +215,16 @@ def job(argv: list[str]) -> None:
         "--out", type=Path, metavar="FILE", help="the page (default: report.html beside the receipts' folder)"
     )
     options = parser.parse_args(argv)
-    kept, out = base.cache() / "receipts", options.out or base.cache() / "report.html"
-    files = files_of(options.paths or ([kept] if kept.is_dir() else []))
-    if not files:
+    kept, out = files.cache() / "receipts", options.out or files.cache() / "report.html"
+    paths = files_of(options.paths or ([kept] if kept.is_dir() else []))
+    if not paths:
         raise Stop(f"no receipts in {', '.join(map(str, options.paths)) or kept}: `nox -s smoke-vllm` writes one")
-    good, bad = read_all(files)
+    good, bad = read_all(paths)
     for file, why in bad:
         print(f"error: {file}: {why}", file=sys.stderr)
     if not good:
-        raise Stop(f"none of {len(files)} files is a valid receipt, so there is no page")
-    if out.resolve() in {file.resolve() for file in files}:
+        raise Stop(f"none of {len(paths)} files is a valid receipt, so there is no page")
+    if out.resolve() in {file.resolve() for file in paths}:
         raise Stop(f"--out {out} is one of the receipts: name another file")
     write(out, page(pins.load(), good, bad))
     print(out.resolve())

@@ -4,7 +4,6 @@ Wheels are kept in $XDG_CACHE_HOME (or ~/.cache) under kimi-eagle3/wheels/SHA256
 """
 
 import csv
-import hashlib
 import importlib.util
 import os
 import re
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
-from scripts.pipeline import network, pins, say
+from scripts.pipeline import files, network, pins, say
 from scripts.pipeline.say import Stop
 
 
@@ -56,7 +55,7 @@ class Wheel:
 
 def cache() -> Path:
     """The folder that keeps wheels between runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kimi-eagle3" / "wheels"
+    return files.cache() / "wheels"
 
 
 def locked(lock: str, package: str, version: str) -> tuple[str, ...]:
@@ -81,11 +80,6 @@ def suits(name: str, platform: str) -> bool:
         return any(tag.platform in platforms(platform) for tag in parse_wheel_filename(name)[3])
     except InvalidWheelFilename:
         return False
-
-
-def digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def pip() -> list[str]:
@@ -119,7 +113,7 @@ def download(release: pins.Release, hashes: tuple[str, ...], all_pins: pins.Pins
                 f"the wheel of {wanted} can't be fetched: {why or 'pip found none'}: check the network and "
                 f"locks/{release.lock.name}, then run it again"
             )
-        sha256 = digest(found[0])
+        sha256 = files.sha256(found[0])
         if sha256 not in hashes:
             raise Stop(f"{found[0].name} has sha256 {sha256}, not in locks/{release.lock.name}: run it again")
         target = cache() / sha256 / found[0].name
@@ -145,7 +139,7 @@ def pristine(release: pins.Release, all_pins: pins.Pins) -> Wheel:
         for path in sorted((cache() / sha256).glob("*.whl")):
             if not suits(path.name, all_pins.platform):
                 continue
-            if digest(path) == sha256:
+            if files.sha256(path) == sha256:
                 return Wheel(path, sha256)
             say.note(f"{path}: isn't the wheel that its folder names (changed or cut off); fetching it again")
             path.unlink()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.pipeline import check_patches, new_series, pins, series, wheels
+from scripts.pipeline import check_patches, files, new_series, pins, series, wheels
 from scripts.pipeline.say import Stop
 
 PINS = pins.load()
@@ -45,7 +45,7 @@ def test_each_patched_file_has_its_recorded_hash(release: pins.Release, tmp_path
     command = [sys.executable, str(check_patches.APPLY), str(release.series), str(tmp_path), "--json"]
     record = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     for file in record["files"]:
-        assert wheels.digest(tmp_path / file["path"]) == file["after"] != file["before"]
+        assert files.sha256(tmp_path / file["path"]) == file["after"] != file["before"]
 
 
 @each_release
@@ -113,5 +113,5 @@ def test_a_tampered_wheel_in_the_cache_is_named_and_replaced(
         file.seek(1_000_000)
         file.write(bytes([byte[0] ^ 1]))
     again = wheels.pristine(release, PINS)
-    assert again.path == bad and wheels.digest(bad) == real.sha256
+    assert again.path == bad and files.sha256(bad) == real.sha256
     assert str(bad) in capfd.readouterr().out

@@ -1,0 +1,16 @@
+"""Files of the build machine: the folder that keeps what is slow to make, and the hash that names a content."""
+
+import hashlib
+import os
+from pathlib import Path
+
+
+def cache() -> Path:
+    """The folder of this machine that keeps what is slow to make or to fetch."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kimi-eagle3"
+
+
+def sha256(path: Path) -> str:
+    """The sha256 of a file, in hex, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
