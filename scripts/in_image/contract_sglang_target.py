@@ -12,6 +12,13 @@ from contract_states import LENGTHS, TOLERANCE, compare, hidden_states, prompt
 from tiny_models import HIDDEN, LAYERS
 
 EXPLICIT = (2, 4, 7)  # layer ids by input, as drafters for Kimi-K2.5 state them; not the default ones
+# How the workers and the runner call the methods: without ids, with ids, and with an embedding and a head.
+CALLS: tuple[tuple[str, tuple[object, ...]], ...] = (
+    ("set_eagle3_layers_to_capture", ()),
+    ("set_eagle3_layers_to_capture", ([1],)),
+    ("get_embed_and_head", ()),
+    ("set_embed_and_head", (0, 0)),
+)
 VERIFY = 4  # tokens of a verify pass
 KIMI_LAYERS = 61
 # What a drafter states, and the layers whose input is captured then: both conventions mean the same states
