@@ -171,10 +171,10 @@ class Bench:
         """How this release brings workers up."""
         return contract_sglang_start.start(free_port())
 
-    def target_runner(self, drafter: Path | None = None) -> Any:
-        """The real runner of a target that has started, with `drafter` if there is one."""
+    def target_runner(self, drafter: Path | None = None, algorithm: str = "EAGLE3") -> Any:
+        """The real runner of a target that has started, with `drafter` if there is one. Raises as the engine does."""
         with self.lent_methods():
-            return self.start.target(self.arguments(drafter))
+            return self.start.target(self.arguments(drafter, algorithm))
 
     @cached_property
     def plain(self) -> Any:

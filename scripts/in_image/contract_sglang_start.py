@@ -75,7 +75,7 @@ class Published:
         from sglang.srt.distributed import bootstrap
         from sglang.srt.layers.moe import initialize_moe_config
         from sglang.srt.managers.tp_worker import TpModelWorker
-        from sglang.srt.runtime_context import SpawnRanks, publish
+        from sglang.srt.runtime_context import SpawnRanks, get_resources, publish
 
         publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
         if not self.world:
@@ -83,6 +83,7 @@ class Published:
             self.world = True
         bootstrap.init_layer_runtime(model_config=ModelConfig.from_server_args(arguments))
         initialize_moe_config()
+        get_resources().expert_location_metadata = None  # else a second target in this process is refused
         return TpModelWorker(server_args=arguments, gpu_id=0, nccl_port=self.port)
 
     def target(self, arguments: Any) -> Any:
