@@ -20,6 +20,18 @@ MEDIA_TOKEN = 97
 # The dimensions of one multi-head latent attention; the latent and rope sizes are Kimi-K2.5's own.
 MLA = {"q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
 
+# Kimi's rope, scaled down.
+YARN: dict[str, Any] = {
+    "type": "yarn",
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
 COMMON: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "vocab_size": VOCAB,
@@ -69,6 +81,9 @@ VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 32,
     "merge_kernel_size": [2, 2],
+    # The names that Kimi-K2.5's own config.json uses for the projector, which SGLang reads.
+    "vt_hidden_size": 32,
+    "text_hidden_size": HIDDEN,
 }
 TARGET: dict[str, Any] = {
     "architectures": ["KimiK25ForConditionalGeneration"],
@@ -98,16 +113,7 @@ MLA_DRAFTER = (
         "architectures": ["Eagle3DeepseekV2ForCausalLM"],
         "model_type": "kimi_k2",
         # Without YaRN the class of 0.18 to 0.27.1 fails on a plain rope; Kimi's drafters have YaRN anyway.
-        "rope_scaling": {
-            "type": "yarn",
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
+        "rope_scaling": YARN,
     }
 )
 LLAMA_TARGET = COMMON | {
@@ -201,15 +207,18 @@ def _write(folder: Path, config: dict[str, Any], weights: dict[str, Any]) -> Pat
     return folder
 
 
-def write_target(folder: Path) -> Path:
-    """A KimiK25ForConditionalGeneration: the text model alone has weights, under `language_model.`."""
+def write_target(folder: Path, **changes: Any) -> Path:
+    """A KimiK25ForConditionalGeneration: the text model alone has weights, under `language_model.`.
+
+    `changes` go into its text_config, here and in `write_reference`.
+    """
     text = {f"language_model.{name}": weight for name, weight in _random(_text(), 0).items()}
-    return _write(folder, TARGET, text)
+    return _write(folder, TARGET | {"text_config": TARGET["text_config"] | changes}, text)
 
 
-def write_reference(folder: Path) -> Path:
+def write_reference(folder: Path, **changes: Any) -> Path:
     """The target's text model as a DeepseekV3ForCausalLM for transformers: the same weights."""
-    return _write(folder, REFERENCE, _random(_text(), 0))
+    return _write(folder, REFERENCE | changes, _random(_text(), 0))
 
 
 def write_llama_drafter(folder: Path, **changes: Any) -> Path:

@@ -82,8 +82,7 @@ def job(argv: list[str]) -> None:
         if not options.warm:
             containers.require_disk(engine, 2 * all_pins.disk_gb)
             baseline = seconds(lambda: plain(engine, all_pins, context, origin))
-            with containers.client(engine) as api:
-                api.images.remove(PLAIN_TAG, force=True)
+            containers.remove(engine, PLAIN_TAG)
             ours = seconds(lambda: build.build(engine, all_pins, release, origin, no_cache=True))
             figures.append(("plain pip install, cold", f"{baseline:.0f} s"))
             figures.append(("this project, cold, verified", f"{ours:.0f} s"))
@@ -94,15 +93,13 @@ def job(argv: list[str]) -> None:
             context = build.prepare_context(all_pins, changed, origin, Path(tmp))
             step = build.steps(all_pins, changed, origin)[1]
             for target in ("patched", "verified"):
-                again = build.what(changed, context, replace(step, target=target, tag=EDITED), {}, False)
+                again = build.what(context, replace(step, target=target, tag=EDITED), {}, False)
                 took = seconds(partial(containers.build, engine, **again))
                 figures.append((f"after a patch edit, stage {target}", f"{took:.1f} s"))
         figures.append(("layer of stage patched", f"{patch_bytes(engine, EDITED) / 1e3:.0f} kB"))
     finally:
-        with containers.client(engine) as api:
-            for image in (PLAIN_TAG, EDITED):
-                if containers.image_id(engine, image):
-                    api.images.remove(image, force=True)
+        for image in (PLAIN_TAG, EDITED):
+            containers.remove(engine, image)
     say.step(f"{release.name} on {engine}")
     for name, value in figures:
         print(f"    {name:<40}{value:>10}")

@@ -24,14 +24,16 @@ from scripts.pipeline import base, containers, files, in_process, lockfile, netw
 
 # Numbers of draft tokens that the smoke test after a build tries; the pinned one first.
 PROOF = (3, 1, 5)
+STACK = "Dockerfile.stack"
 # Room for the layers of the last stages alone, in GB.
 REBUILD_GB = 2
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call of the builder: the stage it ends at, the tag of its result, and whether it may use the network."""
+    """One call of the builder: its Dockerfile, the stage it ends at, the tag of its result, its network."""
 
+    dockerfile: str
     target: str
     tag: str
     args: dict[str, str]
@@ -124,10 +126,14 @@ def unpatched(all_pins: pins.Pins, release: pins.Release) -> str:
     return f"{all_pins.image_name}-{release.engine}-unpatched:{release.tag}"
 
 
-def steps(all_pins: pins.Pins, release: pins.Release, origin: base.Base) -> tuple[Step, Step]:
-    """The two calls of the builder that make an image."""
-    image = all_pins.image(release)
-    engine_image = unpatched(all_pins, release)
+def verified(all_pins: pins.Pins, release: pins.Release) -> str:
+    """The reference of what every engine's image is made of, before its own Dockerfile. It goes with the build."""
+    return f"{all_pins.image_name}-{release.engine}-verified:{release.tag}"
+
+
+def steps(all_pins: pins.Pins, release: pins.Release, origin: base.Base) -> tuple[Step, Step, Step]:
+    """The calls of the builder that make an image: with the network, without it, and what only this engine has."""
+    image, engine_image, whole = all_pins.image(release), unpatched(all_pins, release), verified(all_pins, release)
     args = {"SOURCE_DATE_EPOCH": str(all_pins.source_date_epoch), "BASE_IMAGE": origin.reference}
     labels = {
         "org.opencontainers.image.title": f"{release.engine} with the Kimi-K2.5 EAGLE-3 patches",
@@ -141,15 +147,16 @@ def steps(all_pins: pins.Pins, release: pins.Release, origin: base.Base) -> tupl
         "kimi-eagle3.lock.engine": files.sha256(release.lock),
     }
     return (
-        Step("engine", engine_image, args, {"kimi-eagle3.base": origin.kind}, "default"),
-        Step("verified", image, {**args, "ENGINE_IMAGE": engine_image}, labels, "none"),
+        Step(STACK, "engine", engine_image, args, {"kimi-eagle3.base": origin.kind}, "default"),
+        Step(STACK, "verified", whole, {**args, "ENGINE_IMAGE": engine_image}, {}, "none"),
+        Step(f"Dockerfile.{release.engine}", "image", image, {**args, "VERIFIED_IMAGE": whole}, labels, "none"),
     )
 
 
-def what(release: pins.Release, context: Path, step: Step, given: dict[str, Path], no_cache: bool) -> containers.What:
+def what(context: Path, step: Step, given: dict[str, Path], no_cache: bool) -> containers.What:
     """A step as the container engine wants it."""
     return {
-        "dockerfile": pins.ROOT / f"Dockerfile.{release.engine}", "context": context, "target": step.target,
+        "dockerfile": pins.ROOT / step.dockerfile, "context": context, "target": step.target,
         "tag": step.tag, "args": step.args, "labels": step.labels, "network": step.network,
         "secrets": given if step.network == "default" else {}, "no_cache": no_cache,
     }  # fmt: skip
@@ -185,14 +192,17 @@ def build(
         say.step(f"{release.name}: the wheel's Python is the image's but for {twin.compare(all_pins, release)}")
     with alone(release), network.secrets() as given, tempfile.TemporaryDirectory(dir=contexts) as own:
         context = prepare_context(all_pins, release, origin, Path(own))
-        first, second = steps(all_pins, release, origin)
+        first, between, last = steps(all_pins, release, origin)
         needed = REBUILD_GB if containers.image_id(engine, first.tag) and not no_cache else all_pins.disk_gb
         containers.require_disk(engine, needed)
-        for step in (first, second):
-            with say.timed(f"{release.name}: build up to stage {step.target} (network: {step.network})"):
-                containers.build(engine, **what(release, context, step, given, no_cache))
-        confirm(engine, second.tag)
-    return second.tag
+        try:
+            for step in (first, between, last):
+                with say.timed(f"{release.name}: build up to stage {step.target} (network: {step.network})"):
+                    containers.build(engine, **what(context, step, given, no_cache))
+        finally:
+            containers.remove(engine, between.tag)
+        confirm(engine, last.tag)
+    return last.tag
 
 
 def confirm(engine: containers.ContainerEngine, image: str) -> None:
@@ -211,8 +221,7 @@ def confirm(engine: containers.ContainerEngine, image: str) -> None:
         "kimi-eagle3.lock.engine": (about.get("locks") or {}).get("engine.txt"),
     }
     if wrong := [name for name, value in found.items() if labels.get(name) != value]:
-        with containers.client(engine) as api:
-            api.images.remove(image, force=True)
+        containers.remove(engine, image)
         raise say.Stop(f"{image} holds something else than its labels say ({', '.join(wrong)}): build it again, alone")
 
 
@@ -244,7 +253,7 @@ def show_commands(engine: containers.ContainerEngine, all_pins: pins.Pins, relea
         print(f"# also: --secret id=network,src=FILE, with a line `export NAME=VALUE` for each of {', '.join(values)}")
     environment = [f"{name}={value}" for name, value in containers.build_environment(engine).items()]
     for step in steps(all_pins, release, origin):
-        command = containers.build_command(engine, **what(release, context, step, given, no_cache))
+        command = containers.build_command(engine, **what(context, step, given, no_cache))
         print(shlex.join([*environment, *command]))
 
 

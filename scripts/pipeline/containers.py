@@ -415,6 +415,13 @@ def image_id(engine: ContainerEngine, ref: str) -> str | None:
     return f"sha256:{found.removeprefix('sha256:')}" if found else None
 
 
+def remove(engine: ContainerEngine, ref: str) -> None:
+    """Take an image's tag away, and the image with its last one; its layers stay where another has them."""
+    if image_id(engine, ref):
+        with client(engine) as api:
+            api.images.remove(ref, force=True)
+
+
 def labels(engine: ContainerEngine, ref: str) -> dict[str, str]:
     """The labels of an image. Raises Stop where there's no such image."""
     if not (image := _inspect(engine, ref)):
