@@ -26,7 +26,7 @@ sys.dont_write_bytecode = True  # the folder of this file is read-only in an ima
 from contract_check import FIRST, LAST, Check, Context, Unmet  # noqa: E402
 
 HOME = Path("/opt/kimi-eagle3")
-ADAPTERS = {"vllm": "contract_vllm"}
+ADAPTERS = {"sglang": "contract_sglang", "vllm": "contract_vllm"}
 
 
 @dataclass(frozen=True)

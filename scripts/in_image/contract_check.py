@@ -7,7 +7,8 @@ import os
 import re
 import subprocess
 import sysconfig
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,43 @@ def require(condition: object, problem: str) -> None:
     """Raise Unmet with `problem` unless `condition` holds."""
     if not condition:
         raise Unmet(problem)
+
+
+# Where engines and their libraries would write.
+FOLDERS = (
+    "FLASHINFER_WORKSPACE_BASE",
+    "HF_HOME",
+    "HOME",
+    "NUMBA_CACHE_DIR",
+    "TMPDIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "XDG_CACHE_HOME",
+    "XDG_CONFIG_HOME",
+)
+
+
+def isolate(context: Context, *prefixes: str, folders: Sequence[str] = (), **settings: str) -> None:
+    """Set what must be set before an engine is imported: caches under the work folder, no network, no GPU, few threads.
+
+    Whatever else the environment tells the engine, in names that begin with `prefixes`, is dropped: the contract is
+    about what is installed. `folders` are further names of folders, `settings` are the engine's own.
+    """
+    home = context.work / "home"
+    home.mkdir()
+    tempfile.tempdir = str(home)
+    for name in [name for name in os.environ if name.startswith(prefixes)]:
+        del os.environ[name]
+    os.environ.update({name: str(home) for name in (*FOLDERS, *folders)})
+    os.environ.update(
+        CUDA_VISIBLE_DEVICES="",
+        DO_NOT_TRACK="1",
+        GLOO_SOCKET_IFNAME="lo",
+        HF_HUB_OFFLINE="1",
+        OMP_NUM_THREADS="1",
+        TRANSFORMERS_OFFLINE="1",
+        **settings,
+    )
 
 
 def installed(distribution: str) -> str:
@@ -85,6 +123,9 @@ def tree(context: Context) -> str:
         require(hashlib.sha256(file.read_bytes()).hexdigest() == after, f"{name} is not what the series makes of it")
     return f"{len(lines)} files as the series leaves them" if lines else "the series touches no file"
 
+
+# What nearly each gap wants.
+PATCH = "apply the patch of the series that closes it (patches/README.md), or use a release that has closed it"
 
 _C = '#include <Python.h>\nstatic struct PyModuleDef def = {PyModuleDef_HEAD_INIT, "probe", 0, -1, 0};\n'
 _C += "PyMODINIT_FUNC PyInit_probe(void) { return PyModule_Create(&def); }\n"

@@ -17,6 +17,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import contract_states
 import tiny_models
 from contract_check import Context, Unmet
 
@@ -301,15 +302,16 @@ class Bench:
                 ).logits_output
         return output
 
+    def draft(self, worker: Any, ids: Any, states: Any) -> Any:
+        """Run a drafter over `ids`, [tokens], with `states`, [tokens, 3 * hidden], or [tokens, hidden] for a later step."""
+        given = types.SimpleNamespace(hidden_states=states, is_draft_input=lambda: True)
+        return self.forward(worker, ids, spec_info=given)
+
     @cached_property
     def reference(self) -> Any:
         """transformers' own DeepseekV3ForCausalLM with the weights of the target's language model."""
-        import torch
-        from transformers import DeepseekV3ForCausalLM
-
         folder = tiny_models.write_reference(self.work / "reference", rope_scaling=tiny_models.YARN)
-        model = DeepseekV3ForCausalLM.from_pretrained(str(folder), attn_implementation="eager", dtype=torch.float32)
-        return model.eval()
+        return contract_states.reference(folder)
 
 
 @lru_cache(maxsize=1)

@@ -3,55 +3,23 @@
 Nothing here asks for a version. What differs between releases is found by looking at what the release has.
 """
 
-import os
-import tempfile
-
 import contract_vllm_drafter as drafter
 import contract_vllm_target as target
-from contract_check import Check, Context
-
-# Where the engine and its libraries would write.
-FOLDERS = (
-    "FLASHINFER_WORKSPACE_BASE",
-    "HF_HOME",
-    "HOME",
-    "NUMBA_CACHE_DIR",
-    "TMPDIR",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR",
-    "VLLM_CACHE_ROOT",
-    "VLLM_CONFIG_ROOT",
-    "XDG_CACHE_HOME",
-    "XDG_CONFIG_HOME",
-)
+from contract_check import PATCH, Check, Context, isolate
 
 
 def prepare(context: Context) -> None:
-    """Set what must be set before vllm is imported: caches under the work folder, no network, no GPU, few threads.
-
-    Whatever else the environment tells vllm is dropped: the contract is about what is installed.
-    """
-    home = context.work / "home"
-    home.mkdir()
-    tempfile.tempdir = str(home)
-    for name in [name for name in os.environ if name.startswith("VLLM_")]:
-        del os.environ[name]
-    os.environ.update({name: str(home) for name in FOLDERS})
-    os.environ.update(
-        CUDA_VISIBLE_DEVICES="",
-        DO_NOT_TRACK="1",
-        GLOO_SOCKET_IFNAME="lo",
-        HF_HUB_OFFLINE="1",
-        OMP_NUM_THREADS="1",
-        TRANSFORMERS_OFFLINE="1",
+    """Set what must be set before vllm is imported."""
+    isolate(
+        context,
+        "VLLM_",
+        folders=("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT"),
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_LOGGING_LEVEL="ERROR",
         VLLM_NO_USAGE_STATS="1",
         VLLM_PLUGINS="",
     )
 
-
-PATCH = "apply the patch of the series that closes it (patches/README.md), or use a release that has closed it"
 
 CHECKS = (
     Check("allow-list", target.allow_list, f"gap 1: {PATCH}"),

@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import contract_states
 import tiny_models
 from contract_check import Context, Unmet
 
@@ -297,12 +298,7 @@ class Bench:
     @cached_property
     def reference(self) -> Any:
         """transformers' own DeepseekV3ForCausalLM with the weights of the target's language model."""
-        import torch
-        from transformers import DeepseekV3ForCausalLM
-
-        folder = tiny_models.write_reference(self.work / "reference")
-        model = DeepseekV3ForCausalLM.from_pretrained(str(folder), attn_implementation="eager", dtype=torch.float32)
-        return model.eval()
+        return contract_states.reference(tiny_models.write_reference(self.work / "reference"))
 
 
 @lru_cache(maxsize=1)
@@ -313,10 +309,3 @@ def _bench(work: Path) -> Bench:
 def bench(context: Context) -> Bench:
     """The engine of this process, made at the first call."""
     return _bench(context.work)
-
-
-def prompt(length: int) -> Any:
-    """`length` token ids, [length], none of them special."""
-    import torch
-
-    return 3 + (torch.arange(length) * 37 + length) % (tiny_models.MEDIA_TOKEN - 3)

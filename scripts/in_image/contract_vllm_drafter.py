@@ -7,8 +7,8 @@ from typing import Any
 from unittest.mock import MagicMock
 
 from contract_check import Context, Unmet, require
-from contract_vllm_bench import Bench, bench, prompt
-from contract_vllm_target import LENGTHS, TOLERANCE
+from contract_states import LENGTHS, TOLERANCE, prompt
+from contract_vllm_bench import Bench, bench
 from tiny_models import HIDDEN, VOCAB
 
 # Names by which drafters for Kimi-K2.5 are published, and one that the engine derives.

@@ -5,15 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from contract_check import Context, Unmet, package_root, require
-from contract_vllm_bench import bench, prompt
+from contract_states import LENGTHS, TOLERANCE, compare, hidden_states, prompt
+from contract_vllm_bench import bench
 from tiny_models import MEDIA_TOKEN
 
 EXPLICIT = (1, 3, 5)  # layer ids, different from the default ones
-LENGTHS = (1, 7, 33)  # tokens of a prompt
-# Both sides compute in float32 and differ in the order of sums alone: some 1e-5 after nine layers, at values up to
-# about 10. The input of a neighbouring layer differs by more than 1, so this decides without doubt.
-TOLERANCE = 1e-3
-DISTINCT = 1e-1
 
 
 def allow_list(context: Context) -> str:
@@ -129,21 +125,11 @@ def _hidden_states(context: Context, layers: tuple[int, ...] | None) -> str:
         ids = prompt(length)
         output = engine.run(engine.config, engine.wrapper, input_ids=ids, positions=torch.arange(length))
         require(isinstance(output, tuple) and len(output) == 2, "the model returns no auxiliary hidden states")
-        with torch.inference_mode():
-            wanted = engine.reference(ids[None], output_hidden_states=True).hidden_states
+        wanted = hidden_states(engine.reference, ids)
         final, states = output
-        require(len(states) == len(layers), f"{len(states)} states come for {len(layers)} layer ids")
-        worst = (final - wanted[-1][0]).abs().max()
+        worst = (final - wanted[-1]).abs().max()
         require(worst < TOLERANCE, f"the model's last state is not transformers' for {length} tokens")
-        for layer, state in zip(layers, states, strict=True):
-            where = f"at layer id {layer}, {length} tokens"
-            require(state.shape == wanted[layer][0].shape, f"the state {where} has shape {tuple(state.shape)}")
-            distance = {i: float((state - wanted[i][0]).abs().max()) for i in (layer - 1, layer, layer + 1)}
-            like = [i for i in distance if distance[i] < TOLERANCE and i != layer]
-            found = f"it is the input of layer {like[0]}" if like else "it is the input of no layer near"
-            require(distance[layer] < TOLERANCE, f"wrong state {where}: {found}")
-            near = min(distance[layer - 1], distance[layer + 1])
-            require(near > DISTINCT, f"the state {where} can't be told from a neighbour's")
+        compare(layers, states, wanted, f"{length} tokens")
     lengths = ", ".join(map(str, LENGTHS))
     return f"ids {layers} are transformers' hidden_states within {TOLERANCE}, prompts of {lengths} tokens, MLA and MoE"
 

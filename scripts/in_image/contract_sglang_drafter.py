@@ -1,0 +1,139 @@
+"""The contract's checks of the drafters: their configs, their classes, the loader, and what they share with the target."""
+
+from typing import Any
+
+from contract_check import Context, Unmet, require
+from contract_sglang_bench import bench, captured
+from contract_states import LENGTHS, TOLERANCE, prompt
+from tiny_models import HIDDEN, LAYERS, VOCAB
+
+# Names by which drafters for Kimi-K2.5 are published.
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3DeepseekV2ForCausalLM")
+KEY = "eagle_aux_hidden_state_layer_ids"
+# What a drafter's config states, and the layers that a target of 9 captures then. Ids from 1 name outputs, in each
+# release, so that the convention (a check of its own) doesn't matter here.
+STATED: tuple[tuple[str, dict[str, Any], tuple[int, ...]], ...] = (
+    ("no ids", {KEY: None}, (2, LAYERS // 2, LAYERS - 3)),
+    ("ids in eagle_config", {KEY: None, "eagle_config": {KEY: [1, 4, 6]}}, (2, 5, 7)),
+    ("ids at the top level", {KEY: [1, 4, 6]}, (2, 5, 7)),
+)
+
+
+def layer_ids(context: Context) -> str:
+    """A real target worker that starts with a drafter captures the layers that the drafter's config states."""
+    engine = bench(context)
+    for where, changes, wanted in STATED:
+        with engine.lent_methods():
+            worker = engine.worker(engine.arguments(engine.drafter("llama", **changes)))
+        found = captured(worker.model_runner.model)
+        require(found == wanted, f"a drafter with {where} captures {found}, not {wanted}")
+    broken = engine.arguments(engine.drafter("llama", eagle_config="use_aux_hidden_state"))
+    try:
+        with engine.lent_methods():
+            engine.worker(broken)
+    except Exception:
+        return f"{', '.join(where for where, *_ in STATED)}; an eagle_config that can't be read stops the start"
+    raise Unmet("an eagle_config that can't be read counts as none, without a word")
+
+
+def eagle3_refused_as_eagle(context: Context) -> str:
+    """An EAGLE-3 drafter under --speculative-algorithm EAGLE is refused, and the message says what to write."""
+    engine = bench(context)
+    try:
+        engine.arguments(engine.drafter("llama"), algorithm="EAGLE")
+    except ValueError as error:
+        require("EAGLE3" in str(error), f"the refusal doesn't name EAGLE3: {error}")
+        return "an EAGLE-3 drafter under EAGLE is refused before anything is loaded"
+    raise Unmet("an EAGLE-3 drafter starts under EAGLE, where its acceptance length is exactly 1.0")
+
+
+def config_type(context: Context) -> str:
+    """A drafter whose config.json says kimi_k2 has a config."""
+    engine = bench(context)
+    folder = engine.drafter("llama", model_type="kimi_k2")
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    try:
+        config = get_config(str(folder), trust_remote_code=False)
+    except ValueError as error:
+        raise Unmet(f"a drafter of model type kimi_k2 has no config: {error}") from None
+    require(config.architectures == ["LlamaForCausalLMEagle3"], f"its architectures become {config.architectures}")
+    return f"kimi_k2 loads as {type(config).__name__}"
+
+
+def architectures(context: Context) -> str:
+    """Each architecture of a drafter resolves to a class."""
+    bench(context)
+    from sglang.srt.models.registry import ModelRegistry
+
+    pinned = (context.release.get("drafter") or {}).get("architecture")
+    names = sorted({*ARCHITECTURES, *([pinned] if pinned else [])})
+    missing = [name for name in names if name not in ModelRegistry.get_supported_archs()]
+    require(not missing, f"no model class is registered for {', '.join(missing)}")
+    return ", ".join(names)
+
+
+def _runs(context: Context, kind: str, **changes: Any) -> str:
+    """A tiny drafter loads beside the target, combines three states in their order, and runs."""
+    import torch
+    from safetensors.torch import load_file
+
+    engine = bench(context)
+    folder = engine.drafter(kind, **changes)
+    worker = engine.speculative(folder)
+    drafter = worker.draft_model_runner.model
+    fc = load_file(folder / "model.safetensors")["fc.weight"]
+    combined: list[Any] = []
+    drafter.model.midlayer.register_forward_pre_hook(lambda _, inputs: combined.append(inputs[2].clone()))
+    for length in LENGTHS:
+        ids = prompt(length)
+        states = torch.randn(length, 3 * HIDDEN, generator=torch.Generator().manual_seed(length))
+        output = engine.draft(worker, ids, states)
+        require((combined[-1] - states @ fc.T).abs().max() < TOLERANCE, "the combined states are not fc of the states")
+        logits, state = output.next_token_logits, output.hidden_states
+        require(state.shape == (length, HIDDEN), f"the drafter's own states have shape {tuple(state.shape)}")
+        require(logits.shape == (1, VOCAB), f"the drafter's logits have shape {tuple(logits.shape)}")
+        require(state.isfinite().all() and logits.isfinite().all(), "the drafter gives numbers that are not finite")
+        other = engine.draft(worker, ids, states + 1).hidden_states
+        require((state - other).abs().max() > TOLERANCE, "the drafter doesn't depend on the hidden states")
+        again = engine.draft(worker, ids, state).hidden_states
+        require((combined[-1] - state).abs().max() < TOLERANCE, "the drafter's own states go through fc again")
+        require(again.isfinite().all(), "the next draft step gives numbers that are not finite")
+    _require_shared(worker, drafter)
+    lengths = ", ".join(map(str, LENGTHS))
+    return f"{type(drafter).__name__} loads, combines and runs, {lengths} tokens"
+
+
+def llama(context: Context) -> str:
+    """A Llama drafter."""
+    return _runs(context, "llama", draft_vocab_size=None)
+
+
+def mla(context: Context) -> str:
+    """An MLA drafter."""
+    name = "Eagle3DeepseekV2ForCausalLM"
+    bench(context)
+    from sglang.srt.models.registry import ModelRegistry
+
+    require(name in ModelRegistry.get_supported_archs(), f"no model class is registered for {name}")
+    # Training tools export it under either model type; deepseek_v3 is also that of targets with MTP layers.
+    _runs(context, "mla", draft_vocab_size=None, model_type="deepseek_v3")
+    return f"{_runs(context, 'mla', draft_vocab_size=None)}, model types kimi_k2 and deepseek_v3"
+
+
+def _require_shared(worker: Any, drafter: Any) -> None:
+    inner = worker.target_worker.model_runner.model.language_model
+    require(drafter.model.embed_tokens.weight is inner.model.embed_tokens.weight, "the drafter has its own embedding")
+    require(drafter.lm_head.weight is inner.lm_head.weight, "the drafter has its own lm_head")
+
+
+def sharing(context: Context) -> str:
+    """A drafter without embedding and lm_head gets the target's tensors; one with its own vocabulary keeps its head."""
+    engine = bench(context)
+    worker = engine.speculative(engine.drafter("llama", draft_vocab_size=None))
+    _require_shared(worker, worker.draft_model_runner.model)
+    own = engine.speculative(engine.drafter("llama", draft_vocab_size=VOCAB // 2))
+    drafter, inner = own.draft_model_runner.model, own.target_worker.model_runner.model.language_model
+    require(drafter.model.embed_tokens.weight is inner.model.embed_tokens.weight, "the drafter has its own embedding")
+    require(len(drafter.lm_head.weight) == VOCAB // 2, "a drafter with a smaller vocabulary gets the target's head")
+    return "embedding and lm_head are the target's own tensors; a smaller vocabulary keeps its own lm_head"
