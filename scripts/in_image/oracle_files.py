@@ -148,12 +148,14 @@ def target_config(oracle: Oracle) -> dict[str, Any]:
 
 
 def drafter_config(oracle: Oracle) -> dict[str, Any]:
-    """The config of the drafter. The layer ids are at the top level, where each release reads them."""
+    """The config of the drafter. vLLM reads the layer ids at the top level, SGLang inside `eagle_config`."""
+    ids = {"eagle_aux_hidden_state_layer_ids": list(oracle.ids)}
     shared = common() | {
         "num_hidden_layers": 1,
         # Where the drafter has no head of its own, SGLang's Llama drafter shares the target's only without a size here.
         "draft_vocab_size": len(draft_vocabulary(oracle)) if oracle.partial else None,
-        "eagle_aux_hidden_state_layer_ids": list(oracle.ids),
+        "eagle_config": {"use_aux_hidden_state": True, **ids},
+        **ids,
     }
     if oracle.drafter == "llama":
         return shared | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "head_dim": plan.HEAD_DIM}
