@@ -32,10 +32,22 @@ def build_vllm(session: nox.Session) -> None:
     job(session, "build", "vllm")
 
 
+@nox.session(name="build-sglang")
+def build_sglang(session: nox.Session) -> None:
+    """Build an SGLang image, patched and verified inside the build."""
+    job(session, "build", "sglang")
+
+
 @nox.session(name="smoke-vllm")
 def smoke_vllm(session: nox.Session) -> None:
     """Test a vLLM image, or a server that is up: start, health, drafts, acceptance length; write the receipt."""
     job(session, "smoke", "vllm")
+
+
+@nox.session(name="smoke-sglang")
+def smoke_sglang(session: nox.Session) -> None:
+    """Test an SGLang image on GPUs, or a server that is up: start, health, drafts, acceptance length; the receipt."""
+    job(session, "smoke", "sglang")
 
 
 @nox.session

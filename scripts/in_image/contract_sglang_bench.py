@@ -1,12 +1,13 @@
-"""SGLang's real workers on a CPU, from any wheel: configuration, loader, runner and memory pools, with tiny checkpoints.
+"""SGLang's real workers on a CPU, from any wheel: configuration, loader, runner, memory pools, with tiny checkpoints.
 
 What is real: the arguments, the configuration classes, the model registry, the loader, the workers and runners, the KV
 pools, and the models' own code in float32 (multi-head latent attention in its absorbed form, mixture of experts, rotary
-embedding, norms). What stands in: the compiled kernels can't be loaded without a driver, so their modules hold functions
-that raise when they are called, and none is called; attention is the engine's own torch backend, taught the verify pass.
+embedding, norms). What stands in: compiled kernels can't be loaded without a driver, so their modules hold functions
+that raise when they are called, and none is; attention is the engine's own torch backend, taught the verify pass.
 """
 
 import copy
+import dataclasses
 import importlib.machinery
 import socket
 import sys
@@ -17,6 +18,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import contract_sglang_start
 import contract_states
 import tiny_models
 from contract_check import Context, Unmet
@@ -65,8 +67,8 @@ def free_port() -> int:
 def _with_verify(backend: type) -> type:
     """The engine's torch attention backend, with the pass that it lacks.
 
-    In TARGET_VERIFY a request brings `draft tokens` queries behind `seq_lens` tokens that are in the KV cache: an extend
-    of a sequence that is so much longer. The tokens are a chain (topk 1), so the mask is the causal one.
+    In TARGET_VERIFY a request brings some tokens behind `seq_lens` others that are in the KV cache: an extend of a
+    sequence that is so much longer. The tokens are a chain (topk 1), so the mask is the causal one.
     """
 
     class TorchBackend(backend):  # type: ignore[misc]
@@ -101,20 +103,6 @@ def _use_torch_attention() -> None:
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
 
 
-def _one_world() -> None:
-    """Let several target workers start in one process, in the world that the first of them makes."""
-    from sglang.srt.distributed import parallel_state
-    from sglang.srt.model_executor import model_runner
-
-    initialize = parallel_state.initialize_model_parallel
-
-    def once(*args: Any, **named: Any) -> None:
-        if not parallel_state.model_parallel_is_initialized():
-            initialize(*args, **named)
-
-    model_runner.initialize_model_parallel = once
-
-
 def _no_cuda() -> None:
     """Let the two calls pass that the engine makes on every device after it has shared the embedding."""
     import torch
@@ -143,7 +131,6 @@ class Bench:
         torch.set_num_threads(1)
         _no_cuda()
         _use_torch_attention()
-        _one_world()
         self.work = work / "models"
         self.work.mkdir()
         # With Kimi's rope: without it, the engine's CPU path refuses the model.
@@ -180,42 +167,24 @@ class Bench:
         return ServerArgs(**options | (speculative if drafter else {}) | changes)
 
     @cached_property
-    def port(self) -> int:
-        """Where the world of one meets: one port for all workers of this process."""
-        return free_port()
+    def start(self) -> Any:
+        """How this release brings workers up."""
+        return contract_sglang_start.start(free_port())
 
-    def ranks(self) -> dict[str, Any]:
-        """Where a worker stands in a world of one, by the names that workers take."""
-        ranks = dict.fromkeys(("gpu_id", "tp_rank", "moe_ep_rank", "attn_cp_rank", "moe_dp_rank"), 0)
-        return {**ranks, "dp_rank": None, "nccl_port": self.port}
-
-    def worker(self, arguments: Any) -> Any:
-        """The engine's real TpModelWorker of the target. Raises what the engine raises."""
-        from sglang.srt.managers.tp_worker import TpModelWorker
-
-        return TpModelWorker(server_args=arguments, pp_rank=0, **self.ranks())
+    def target_runner(self, drafter: Path | None = None, algorithm: str = "EAGLE3") -> Any:
+        """The real runner of a target that has started, with `drafter` if there is one. Raises as the engine does."""
+        with self.lent_methods():
+            return self.start.target(self.arguments(drafter, algorithm))
 
     @cached_property
     def plain(self) -> Any:
-        """A worker of the target, without speculation: it starts in each release."""
-        return self.worker(self.arguments())
+        """The runner of a target without speculation: it starts in each release."""
+        return self.target_runner()
 
-    def speculative(self, drafter: Path) -> Any:
-        """The engine's real EAGLE worker for a drafter beside a target worker of its own (`.target_worker`).
-
-        It has loaded the drafter and shared the embedding; the backends of several draft steps and the graphs are left
-        out, as the engine has none for a CPU.
-        """
-        from sglang.srt.speculative.eagle_worker import EAGLEWorker
-
-        class Worker(EAGLEWorker):  # type: ignore[misc]
-            def init_attention_backend(self) -> None: ...
-
-            def init_cuda_graphs(self) -> None: ...
-
-        arguments = self.arguments(drafter)
+    def pair(self, drafter: Path) -> contract_sglang_start.Pair:
+        """The real runners of a target and of a drafter that is loaded beside it."""
         with self.lent_methods():
-            return Worker(server_args=arguments, target_worker=self.worker(arguments), **self.ranks())
+            return self.start.pair(self.arguments(drafter))
 
     @contextmanager
     def lent_methods(self) -> Iterator[None]:
@@ -234,7 +203,7 @@ class Bench:
     @property
     def wrapper(self) -> Any:
         """The KimiK25ForConditionalGeneration that the engine's own loader makes of the tiny checkpoint."""
-        return self.plain.model_runner.model
+        return self.plain.model
 
     def drafter(self, kind: str, **changes: Any) -> Path:
         """The checkpoint of a drafter, `llama` or `mla`; `changes` go into its config.json."""
@@ -242,8 +211,8 @@ class Bench:
         write = {"mla": tiny_models.write_mla_drafter, "llama": tiny_models.write_llama_drafter}[kind]
         return write(folder, **changes)
 
-    def forward(self, worker: Any, ids: Any, verify: int = 0, **fields: Any) -> Any:
-        """Run `ids`, [tokens], as one new sequence through a worker's real runner: its LogitsProcessorOutput.
+    def forward(self, runner: Any, ids: Any, verify: int = 0, **fields: Any) -> Any:
+        """Run `ids`, [tokens], as one new sequence through a real runner: its LogitsProcessorOutput.
 
         The last `verify` tokens run as TARGET_VERIFY, behind an EXTEND of those before them; what comes back is of
         that pass. `fields` go into the ForwardBatch.
@@ -251,7 +220,7 @@ class Bench:
         import torch
         from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
-        runner = worker.model_runner
+        known = {field.name for field in dataclasses.fields(ForwardBatch)}
         pools = {
             "req_to_token_pool": runner.req_to_token_pool,
             "token_to_kv_pool": runner.token_to_kv_pool,
@@ -273,7 +242,8 @@ class Bench:
                 capture_hidden_mode=CaptureHiddenMode.FULL,
                 return_logprob=False,
                 mm_inputs=[None],
-                **pools,
+                # Where the release keeps them in a batch: elsewhere the backend has its own.
+                **{name: pool for name, pool in pools.items() if name in known},
                 **more,
                 **fields,
             )
@@ -302,10 +272,10 @@ class Bench:
                 ).logits_output
         return output
 
-    def draft(self, worker: Any, ids: Any, states: Any) -> Any:
-        """Run a drafter over `ids`, [tokens], with `states`, [tokens, 3 * hidden], or [tokens, hidden] for a later step."""
+    def draft(self, runner: Any, ids: Any, states: Any) -> Any:
+        """Run a drafter over `ids`, [tokens], with `states`: [tokens, 3 * hidden], in later steps [tokens, hidden]."""
         given = types.SimpleNamespace(hidden_states=states, is_draft_input=lambda: True)
-        return self.forward(worker, ids, spec_info=given)
+        return self.forward(runner, ids, spec_info=given)
 
     @cached_property
     def reference(self) -> Any:

@@ -12,6 +12,13 @@ from contract_states import LENGTHS, TOLERANCE, compare, hidden_states, prompt
 from tiny_models import HIDDEN, LAYERS
 
 EXPLICIT = (2, 4, 7)  # layer ids by input, as drafters for Kimi-K2.5 state them; not the default ones
+# How the workers and the runner call the methods: without ids, with ids, and with an embedding and a head.
+CALLS: tuple[tuple[str, tuple[object, ...]], ...] = (
+    ("set_eagle3_layers_to_capture", ()),
+    ("set_eagle3_layers_to_capture", ([1],)),
+    ("get_embed_and_head", ()),
+    ("set_embed_and_head", (0, 0)),
+)
 VERIFY = 4  # tokens of a verify pass
 KIMI_LAYERS = 61
 # What a drafter states, and the layers whose input is captured then: both conventions mean the same states
@@ -21,8 +28,8 @@ TABLE: tuple[tuple[tuple[int, ...] | None, tuple[int, ...]], ...] = (
     ((2, 30, 58), (2, 30, 58)),
     ((1, 29, 57), (2, 30, 58)),
 )
-# Layers that no target of 61 has, one that is there twice, and one that has nothing behind it to add up.
-IMPOSSIBLE = ((2, 30, 61), (2, 30, 30), (0, 30, 58))
+# A layer that a target of 9 doesn't have, one that is there twice, and one that nothing has.
+IMPOSSIBLE = ((2, 4, LAYERS), (2, 4, 4), (-1, 4, 6))
 
 
 def methods(context: Context) -> str:
@@ -97,15 +104,20 @@ def layer_table(context: Context) -> str:
 
 
 def impossible_ids(context: Context) -> str:
-    """Ids that can't be captured are refused, and not left out."""
-    bench(context)
+    """Ids that can't be captured are refused: where they are set, or by the first pass. They are not left out."""
+    engine = bench(context)
+    inner = engine.wrapper.language_model
     for ids in IMPOSSIBLE:
         try:
-            found = _capture(ids, KIMI_LAYERS)
-        except ValueError:
+            inner.set_eagle3_layers_to_capture(list(ids))
+            states = engine.forward(engine.plain, prompt(VERIFY)).hidden_states
+        except Exception:
             continue
-        raise Unmet(f"ids {list(ids)} for {KIMI_LAYERS} layers are taken without an error, as {found}")
-    return f"{', '.join(str(list(ids)) for ids in IMPOSSIBLE)} are refused for {KIMI_LAYERS} layers"
+        raise Unmet(
+            f"ids {list(ids)} for {LAYERS} layers hand over states of width {states.shape[-1]} without an error"
+        )
+    inner.set_eagle3_layers_to_capture()
+    return f"{', '.join(str(list(ids)) for ids in IMPOSSIBLE)} are refused for {LAYERS} layers"
 
 
 def calls_without_ids(sources: Path) -> tuple[int, list[str]]:

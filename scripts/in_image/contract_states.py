@@ -31,7 +31,7 @@ def reference(folder: Path) -> Any:
 
 
 def hidden_states(model: Any, ids: Any) -> list[Any]:
-    """transformers' hidden_states for `ids`, [tokens]: at i the input of layer i, [tokens, hidden]; the last is normed."""
+    """transformers' hidden_states for `ids`, [tokens]: at i the input of layer i, [tokens, hidden], the last normed."""
     import torch
 
     with torch.inference_mode():

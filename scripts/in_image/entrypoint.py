@@ -16,7 +16,13 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+sys.dont_write_bytecode = True  # the folder of this file is read-only in an image
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from engine_command import ENGINES, Drafter  # noqa: E402
 
 HELP = """\
 Kimi-K2.5 with an EAGLE-3 drafter, on {engine} {version}.
@@ -33,13 +39,13 @@ Kimi-K2.5 with an EAGLE-3 drafter, on {engine} {version}.
   --no-defaults                         without any default but models, address and port
   --print                               only print the command and its environment
 
-  The engine's own --speculative-config replaces the drafter as a whole. The positional model comes first.
+  The engine's own {replaces} replaces the drafter as a whole. The positional model comes first.
 
   IMAGE about      what is in this image; --json
   IMAGE contract   checks that this engine runs Kimi-K2.5 with EAGLE-3; no GPU needed; --json
   IMAGE coverage   which shared objects hold code for {arch}; no GPU needed; --json
   IMAGE health     asks the server in this container
-  IMAGE help       this text; the engine's flags: IMAGE serve --help=all (needs a GPU)
+  IMAGE help       this text; the engine's flags: IMAGE {engine_help}
   IMAGE COMMAND    runs any other command, e.g. bash
 
 Models and compiled kernels are kept in /cache: mount it, or they are read and compiled anew each time.
@@ -50,10 +56,9 @@ TOOLS: dict[str, tuple[str, ...]] = {  # each with its first arguments; {root} i
     "coverage": ("--release", "{root}/release.json"),
     "health": (),
 }
-SHORT = {"-tp": "tensor-parallel-size", "-sc": "speculative-config"}
-SPECULATION = {"speculative-config", "spec-method", "spec-model", "spec-tokens"}
-SECRET = {"api-key", "hf-token"}
-VALUED = {"target", "model", "drafter", "draft-tokens"}
+SECRET = {"api-key", "admin-api-key", "hf-token"}
+TARGET = {"target", "model", "model-path"}  # ours, and what the engines call it
+VALUED = {*TARGET, "drafter", "draft-tokens"}
 SWITCHES = {"no-speculation", "no-defaults", "print"}
 
 
@@ -85,11 +90,14 @@ class Plan:
     warnings: tuple[str, ...]
 
 
-def flag(argument: str) -> str | None:
-    """The canonical name of a flag, as the engine reads it: `max-model-len` for --max_model_len=8. None for a value."""
+def flag(argument: str, short: Mapping[str, str] = MappingProxyType({})) -> str | None:
+    """The canonical name of a flag, as the engine reads it: `max-model-len` for --max_model_len=8. None for a value.
+
+    `short` maps an engine's other names for its flags.
+    """
     name = argument.split("=", 1)[0]
-    if name in SHORT:
-        return SHORT[name]
+    if name in short:
+        return short[name]
     return name[2:].split(".", 1)[0].replace("_", "-") if name.startswith("--") else None
 
 
@@ -107,7 +115,7 @@ def parse(arguments: Iterable[str]) -> Asked:
             value = argument.split("=", 1)[1] if "=" in argument else next(left, "")
             if not value:
                 raise Refused(f"--{name} lacks its value: IMAGE help shows how it is written")
-            values["target" if name == "model" else name] = value
+            values["target" if name in TARGET else name] = value
         elif name in SWITCHES:
             switches.add(name)
         elif position == 0 and not argument.startswith("-"):
@@ -122,7 +130,7 @@ def parse(arguments: Iterable[str]) -> Asked:
     )
 
 
-def configured(arguments: tuple[str, ...]) -> set[str]:
+def configured(arguments: tuple[str, ...], short: Mapping[str, str]) -> set[str]:
     """Flags set in the YAML file of the engine's `--config FILE`: its keys at the outermost level.
 
     The engine puts that file below the command line, so defaults must make way for it.
@@ -135,7 +143,7 @@ def configured(arguments: tuple[str, ...]) -> set[str]:
         keys = re.findall(r"^[\"']?([A-Za-z][\w.-]*)[\"']?\s*:", Path(path).read_text(), re.MULTILINE)
     except OSError as error:
         raise Refused(f"--config {path}: {error.strerror}; mount it into the container with -v") from None
-    return {flag("--" + key) or "" for key in keys}
+    return {flag("--" + key, short) or "" for key in keys}
 
 
 def model(text: str | None, pinned: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -152,15 +160,12 @@ def spelled(name: str, value: object) -> list[str]:
     return [] if value is False else [f"--{name}"] if value is True else [f"--{name}", str(value)]
 
 
-def speculation(release: Mapping[str, Any], asked: Asked, target: str) -> tuple[dict[str, Any], list[str]]:
-    """The engine's speculative config for the drafter, and what to warn of, one line each."""
+def speculation(release: Mapping[str, Any], asked: Asked, target: str) -> tuple[Drafter, list[str]]:
+    """The drafter to serve with, and what to warn of, one line each."""
     pinned, tokens = release["drafter"], asked.draft_tokens or release["drafter"]["draft_tokens"]
     repo, revision = model(asked.drafter, pinned)
-    config = {"method": "eagle3", "model": repo, "num_speculative_tokens": tokens}
     warnings = []
-    if revision:
-        config["revision"] = revision
-    elif repo == pinned["repo"]:
+    if not revision and repo == pinned["repo"]:
         warnings.append(f"the drafter {repo} is UNPINNED: {pinned['unpinned']}. --drafter {repo}@COMMIT pins it")
     if target != release["target"]["repo"] and not asked.drafter:
         name = target or "the model of --config"
@@ -168,41 +173,44 @@ def speculation(release: Mapping[str, Any], asked: Asked, target: str) -> tuple[
             f"the drafter {repo} is for {release['target']['repo']}: if {name} is another model, hardly a"
             " draft is accepted and nothing fails; see --drafter and --no-speculation"
         )
-    return config, warnings
+    return Drafter(repo, revision, tokens), warnings
 
 
 def plan(release: Mapping[str, Any], asked: Asked, env: Mapping[str, str]) -> Plan:
     """The engine's command line for what was asked. Raises Refused where two options contradict each other."""
-    serve = release["serve"]
-    given = {name for name in map(flag, asked.rest) if name} | configured(asked.rest)
+    serve, engine = release["serve"], ENGINES[release["engine"]]
+    named = [(argument, flag(argument, engine.short)) for argument in asked.rest]
+    given = {name for _, name in named if name} | configured(asked.rest, engine.short)
     own = dict(sorted(serve["flags"].items()))
-    # The engine has no --no-FLAG for a flag with a value. Taking the default away is all that was meant.
-    undone = {f"no-{name}" for name, value in own.items() if not isinstance(value, bool)}
-    rest = tuple(argument for argument in asked.rest if flag(argument) not in undone)
+    # The engine has no --no-FLAG for a flag with a value, or for none. Taking the default away is all that was meant.
+    undone = {f"no-{name}" for name, value in own.items() if not (engine.negated and isinstance(value, bool))}
+    rest = tuple(argument for argument, name in named if name not in undone)
     defaults: dict[str, object] = {} if "no-defaults" in asked.switches else own
     defaults = {**defaults, "host": "0.0.0.0", "port": serve["port"]}
 
     target, revision = model(asked.target, release["target"])
     models: list[str] = [target]
     warnings: list[str] = []
-    if "model" in given and asked.target is None:
+    if given & TARGET and asked.target is None:
         target, models = "", []
     elif revision:
         defaults["revision"] = revision
 
-    without = "no-speculation" in asked.switches
-    if (asked.drafter or asked.draft_tokens) and (without or given & SPECULATION):
-        other = "--no-speculation" if without else "--speculative-config"
-        raise Refused(f"--drafter and --draft-tokens contradict {other}: give one or the other")
-    if not without and not given & SPECULATION:
-        config, cautions = speculation(release, asked, target)
-        defaults["speculative-config"] = json.dumps(config)
-        models.append(config["model"])
+    without, whole = "no-speculation" in asked.switches, given & set(engine.replaces)
+    if (asked.drafter or asked.draft_tokens) and (without or whole or (asked.draft_tokens and given & engine.tokens)):
+        other = "no-speculation" if without else sorted(whole or given & engine.tokens)[0]
+        raise Refused(f"--drafter and --draft-tokens contradict --{other}: give one or the other")
+    if not without and not whole:
+        drafter, cautions = speculation(release, asked, target)
+        extra = {} if "no-defaults" in asked.switches else serve["drafter_flags"]
+        defaults |= {**engine.drafter(drafter), **extra}
+        models.append(drafter.model)
         warnings += cautions
 
     kept = {name: value for name, value in defaults.items() if not {name, f"no-{name}"} & given}
     flags = [argument for name, value in kept.items() for argument in spelled(name, value)]
-    command = (release["engine"], "serve", *([target] if target else []), *flags, *rest)
+    start = engine.start if target or not engine.start[-1].startswith("-") else engine.start[:-1]
+    command = (*start, *([target] if target else []), *flags, *rest)
     added = {name: value for name, value in sorted(serve["env"].items()) if name not in env}
     gpus = release["gpu"]["count"] if "tensor-parallel-size" in kept else 0
     return Plan(command, added, tuple(models), gpus, tuple(warnings))
@@ -261,7 +269,7 @@ def preflight(release: Mapping[str, Any], asked: Asked, planned: Plan, env: Mapp
     for name in planned.models:
         if name.startswith(("/", "./", "../")) and not Path(name).is_dir():
             raise Refused(f"no folder {name} in this container: mount it with -v")
-    caches = ["TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT"]
+    caches = ["TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", *ENGINES[release["engine"]].caches]
     caches += [] if env.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ["HF_HOME"]
     for name in caches:
         if env.get(name) and unwritable(Path(env[name])):
@@ -304,7 +312,9 @@ def main(arguments: list[str], root: Path) -> None:
     except (OSError, ValueError) as error:
         raise Refused(f"{root / 'release.json'} can't be read ({error}): the image is broken, build it again") from None
     if first in ("help", "--help", "-h"):
+        engine = ENGINES[release["engine"]]
         names = {"target": release["target"]["repo"], "drafter": release["drafter"]["repo"]}
+        names |= {"replaces": f"--{engine.replaces[0]}", "engine_help": engine.help}
         print(HELP.format(**{**release, **names}, draft_tokens=release["drafter"]["draft_tokens"]), end="")
         return
     asked = parse(arguments[1:] if first == "serve" else arguments)

@@ -52,9 +52,15 @@ def patch_bytes(engine: containers.ContainerEngine, tag: str) -> int:
 
 
 def edited(release: pins.Release, folder: Path) -> pins.Release:
-    """The release with a series in `folder` whose last patch has other words and the same effect."""
+    """The release with a series in `folder` whose last patch has other words and the same effect.
+
+    Raises Stop where the series is empty.
+    """
+    names = series.entries((release.series / "series").read_bytes())
+    if not names:
+        raise say.Stop(f"the series of {release.name} is empty, so there's no patch to edit: name another --version")
     shutil.copytree(release.series, folder)
-    last = folder / series.entries((folder / "series").read_bytes())[-1]
+    last = folder / names[-1]
     last.write_bytes(last.read_bytes().replace(b"Description: ", b"Description: (edited) ", 1))
 
     class Edited(pins.Release):
@@ -68,11 +74,12 @@ def job(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="nox -s bench --", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("engine", nargs="?", default="vllm", help="default: %(default)s")
     parser.add_argument("--version", help="the engine's version (default: the release that pins.toml marks)")
     parser.add_argument("--warm", action="store_true", help="only the rebuild after a patch edit")
     options = parser.parse_args(argv)
     all_pins = pins.load()
-    release = all_pins.release("vllm", options.version)
+    release = all_pins.release(options.engine, options.version)
     engine = containers.find()
     origin = base.resolve(engine, all_pins)
     scratch = tempfile.TemporaryDirectory()

@@ -261,7 +261,8 @@ def farewell(engine: containers.ContainerEngine, release: pins.Release, image: s
     """What to do with an image that was built."""
     run = f"{engine.kind} run"
     gpus = "--gpus all" if engine.kind == "docker" else "--device nvidia.com/gpu=all"
-    serve = f"\n    serve:  {run} {gpus} --ipc=host -p 8000:8000 -v kimi-cache:/cache {image}"
+    port = release.serve.port
+    serve = f"\n    serve:  {run} {gpus} --ipc=host -p {port}:{port} -v kimi-cache:/cache {image}"
     return f"ready: {image}{serve if release.variant == 'cuda' else ''}\n    check:  {run} --rm {image} contract"
 
 
@@ -270,7 +271,7 @@ def job(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="nox -s build-ENGINE --", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("engine", metavar="ENGINE", help="given by the session: vllm")
+    parser.add_argument("engine", metavar="ENGINE", help="given by the session")
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--version", help="the engine's version (default: the release that pins.toml marks)")
     parser.add_argument(
@@ -288,7 +289,7 @@ def job(argv: list[str]) -> None:
         "(default): bootstrap only where the registry can't be reached",
     )
     parser.add_argument("--no-cache", action="store_true", help="build every layer anew")
-    parser.add_argument("--no-smoke", action="store_true", help="build only; `nox -s smoke-vllm` tests it later")
+    parser.add_argument("--no-smoke", action="store_true", help="build only; `nox -s smoke-ENGINE` tests it later")
     parser.add_argument("--print", action="store_true", help="make base and context ready, and show the commands")
     options = parser.parse_args(argv)
     all_pins = pins.load()

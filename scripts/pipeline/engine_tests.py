@@ -18,18 +18,23 @@ def job(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="nox -s tests-engine --", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--engine", help="only releases of this engine")
     parser.add_argument("--version", action="append", help="only this release (may be repeated)")
     parser.add_argument("pytest", nargs="*", help="arguments of pytest (after another --)")
     options = parser.parse_args(argv)
     all_pins = pins.load()
     engine = containers.find()
-    chosen = [r for r in all_pins.releases if r.variant == "cuda" and r.version in (options.version or [r.version])]
+    chosen = [
+        r
+        for r in all_pins.releases
+        if r.variant == "cuda" and r.version in (options.version or [r.version]) and options.engine in (None, r.engine)
+    ]
     built = [r for r in chosen if containers.image_id(engine, build.unpatched(all_pins, r))]
     for release in (r for r in chosen if r not in built):
         cure = f"`nox -s build-{release.engine} -- --version {release.version}` comes first"
         say.note(f"{release.name} is not tested: {cure}")
     if not built:
-        raise say.Stop("no image of an unpatched engine is on this machine: run `nox -s build-vllm` first")
+        raise say.Stop("no image of an unpatched engine is on this machine: run `nox -s build-ENGINE` first")
     tools = files.cache() / "pytest"
     install = ["uv", "pip", "install", "--quiet", "--upgrade", "--only-binary", ":all:"]
     install += ["--constraint", str(pins.ROOT / "tests" / "requirements.txt")]

@@ -33,7 +33,7 @@ def find_image(engine: containers.ContainerEngine) -> str:
     for release in all_pins.releases:
         if containers.image_id(engine, all_pins.image(release)):
             return all_pins.image(release)
-    raise Stop("no image of pins.toml is on this machine, and the oracle needs torch: run `nox -s build-vllm` first")
+    raise Stop("no image of pins.toml is on this machine, and the oracle needs torch: run `nox -s build-ENGINE` first")
 
 
 def job(argv: list[str]) -> None:

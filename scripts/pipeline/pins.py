@@ -76,10 +76,14 @@ class Drafter:
 
 @dataclass(frozen=True)
 class Serve:
-    """What an image serves with when it is told nothing else. A flag that is `True` has no value."""
+    """What an image serves with when it is told nothing else. A flag that is `True` has no value.
+
+    `drafter_flags` go with a drafter, and not without one.
+    """
 
     port: int
     flags: dict[str, Any]
+    drafter_flags: dict[str, Any]
     env: dict[str, str]
 
 
@@ -200,13 +204,17 @@ def _parse(data: dict[str, Any]) -> Pins:
                     torch=torch[r["torch"]],
                     drafter=drafters[r["drafter"]],
                     default=r.get("default", False),
-                    serve=Serve(common["port"], own["flags"], own["env"]),
+                    serve=Serve(common["port"], own["flags"], common.get("drafter_flags", {}), own["env"]),
                     serving_objects=tuple(own["serving_objects"]),
                 )
             )
     names = [(r.engine, r.version, r.variant) for r in releases]
     if twice := sorted({r for r in names if names.count(r) > 1}):
         raise Stop(f"{' '.join(twice[0])} is there twice")
+    for engine in {r.engine for r in releases}:
+        marked = [r.version for r in releases if r.engine == engine and r.variant == "cuda" and r.default]
+        if len(marked) != 1:
+            raise Stop(f"{engine} has {len(marked)} releases with `default = true` ({', '.join(marked)}): mark one")
     for key, value in (
         ("image.source_date_epoch", data["image"]["source_date_epoch"]),
         ("image.disk_gb", data["image"]["disk_gb"]),

@@ -141,7 +141,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         receipt = dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise Stop(f"{path} is no receipt ({error}): `nox -s smoke-vllm` writes one") from None
+        raise Stop(f"{path} is no receipt ({error}): `nox -s smoke-ENGINE` writes one") from None
     try:
         check(receipt)
     except Stop as stop:

@@ -218,7 +218,7 @@ def job(argv: list[str]) -> None:
     kept, out = files.cache() / "receipts", options.out or files.cache() / "report.html"
     paths = files_of(options.paths or ([kept] if kept.is_dir() else []))
     if not paths:
-        raise Stop(f"no receipts in {', '.join(map(str, options.paths)) or kept}: `nox -s smoke-vllm` writes one")
+        raise Stop(f"no receipts in {', '.join(map(str, options.paths)) or kept}: `nox -s smoke-ENGINE` writes one")
     good, bad = read_all(paths)
     for file, why in bad:
         print(f"error: {file}: {why}", file=sys.stderr)

@@ -265,7 +265,7 @@ def inspect(engine: containers.ContainerEngine, reference: str) -> receipt.Image
     """An image of this machine. Raises Stop where there's no such image."""
     image_id = containers.image_id(engine, reference)
     if image_id is None:
-        raise say.Stop(f"{engine} has no image {reference}: `nox -s build-vllm` makes it (--variant cpu for the twin)")
+        raise say.Stop(f"{engine} has no image {reference}: `nox -s build-ENGINE` makes it (--variant cpu: a twin)")
     with containers.client(engine) as api:
         digests = api.images.get(image_id).attrs.get("RepoDigests") or ()
     return receipt.Image(reference, image_id, tuple(digests), containers.labels(engine, image_id))

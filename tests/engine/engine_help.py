@@ -21,7 +21,7 @@ from scripts.pipeline import pins
 REPO = Path(__file__).parents[2]
 SCRIPTS = REPO / "scripts/in_image"
 MODEL = "vllm/model_executor/models/deepseek_v2.py"
-VERSIONS = [release.version for release in pins.load().releases if release.variant == "cuda"]
+VERSIONS = [r.version for r in pins.load().releases if (r.engine, r.variant) == ("vllm", "cuda")]
 
 
 def interpreter(version: str) -> Path:

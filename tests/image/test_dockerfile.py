@@ -1,4 +1,4 @@
-"""Dockerfile.vllm itself, on a small stand-in for an engine: the package `six`, with a series that changes one line.
+"""Dockerfile.stack itself, on a small stand-in for an engine: the package `six`, with a series that changes one line.
 The stand-in for a torch stack is uvloop, which has a shared object large enough to be measured.
 
 Everything is real: the builder, the base, the wheels by hash, the series. Only the stage `verified` needs an engine.
@@ -83,7 +83,7 @@ def make(
 ) -> None:
     """Build up to `patched` as the pipeline does: the engine with the network, the rest without."""
     args = {"SOURCE_DATE_EPOCH": str(PINS.source_date_epoch), "BASE_IMAGE": origin.reference}
-    common = {"dockerfile": pins.ROOT / "Dockerfile.vllm", "context": context, "no_cache": no_cache}
+    common = {"dockerfile": pins.ROOT / "Dockerfile.stack", "context": context, "no_cache": no_cache}
     with network.secrets() as given:
         containers.build(
             engine, **common, tag=f"{TAG}-engine", target="engine", args=args, secrets=given | (secrets or {})

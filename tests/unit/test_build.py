@@ -84,12 +84,24 @@ def test_nothing_of_an_earlier_context_stays(tmp_path: Path) -> None:
 
 
 def test_the_engine_is_built_with_the_network_and_the_rest_without_it_and_without_secrets() -> None:
-    first, second = build.steps(PINS, RELEASE, ORIGIN)
-    assert (first.target, first.network, second.target, second.network) == ("engine", "default", "verified", "none")
-    assert second.args["ENGINE_IMAGE"] == first.tag != second.tag == "kimi-k2.5-eagle3-vllm:0.16.0"
+    steps = first, between, last = build.steps(PINS, RELEASE, ORIGIN)
+    assert [(step.target, step.network) for step in steps] == [
+        ("engine", "default"), ("verified", "none"), ("image", "none"),
+    ]  # fmt: skip
+    assert between.args["ENGINE_IMAGE"] == first.tag and last.args["VERIFIED_IMAGE"] == between.tag
+    assert last.tag == "kimi-k2.5-eagle3-vllm:0.16.0" and len({step.tag for step in steps}) == 3
     given = {"ca": Path("ca")}
-    assert build.what(RELEASE, Path(), first, given, False)["secrets"] == given
-    assert build.what(RELEASE, Path(), second, given, False)["secrets"] == {}
+    secrets = [build.what(Path(), step, given, False)["secrets"] for step in steps]
+    assert secrets == [given, {}, {}]
+
+
+@pytest.mark.parametrize("release", PINS.releases, ids=lambda release: release.name)
+def test_only_the_last_step_is_an_engines_own(release: pins.Release) -> None:
+    files = [step.dockerfile for step in build.steps(PINS, release, ORIGIN)]
+    assert files == ["Dockerfile.stack", "Dockerfile.stack", f"Dockerfile.{release.engine}"]
+    stages = (pins.ROOT / files[2]).read_text()
+    assert "RUN" not in stages and "\nFROM ${VERIFIED_IMAGE} AS image\n" in stages
+    assert f"\nEXPOSE {release.serve.port}\n" in stages
 
 
 def test_the_series_label_is_the_hash_that_the_image_records() -> None:
@@ -99,7 +111,7 @@ def test_the_series_label_is_the_hash_that_the_image_records() -> None:
         capture_output=True,
         check=True,
     )
-    label = build.steps(PINS, RELEASE, ORIGIN)[1].labels["kimi-eagle3.series"]
+    label = build.steps(PINS, RELEASE, ORIGIN)[-1].labels["kimi-eagle3.series"]
     assert label == hashlib.sha256(listing.stdout).hexdigest()
 
 

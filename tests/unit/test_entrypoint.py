@@ -19,17 +19,18 @@ TELL = "import json, os, sys; print(json.dumps({'pid': os.getpid(), 'args': sys.
 
 
 class Image:
-    """A folder laid out as in the image, with a program `vllm` that tells its arguments and environment."""
+    """A folder laid out as in the image, with the engine's program in it, which tells its arguments and environment."""
 
-    def __init__(self, root: Path, version: str, variant: str) -> None:
+    def __init__(self, root: Path, version: str, variant: str, engine: str = "vllm") -> None:
         self.root, self.bin = root, root / "bin"
         shutil.copytree(ROOT / "scripts" / "in_image", root / "in_image")
         all_pins = pins.load()
-        release = pins.record(all_pins, all_pins.release("vllm", version, variant))
+        release = pins.record(all_pins, all_pins.release(engine, version, variant))
         (root / "release.json").write_text(json.dumps(release))
         self.bin.mkdir()
-        (self.bin / "vllm").write_text(f"#!{sys.executable}\n{TELL}\n")
-        (self.bin / "vllm").chmod(0o755)
+        program = self.bin / entrypoint.ENGINES[engine].start[0]
+        program.write_text(f"#!{sys.executable}\n{TELL}\n")
+        program.chmod(0o755)
         self.env = {"PATH": f"{self.bin}:{os.environ['PATH']}", "HF_HOME": str(root / "hf")}
 
     @property
@@ -71,6 +72,11 @@ def twin(tmp_path: Path) -> Image:
     return image
 
 
+@pytest.fixture
+def sglang(tmp_path: Path) -> Image:
+    return Image(tmp_path / "sglang", "0.5.23", "cuda", "sglang")
+
+
 def models(image: Image) -> list[str]:
     return ["--target", str(image.root / "target"), "--drafter", str(image.root / "drafter")]
 
@@ -107,7 +113,48 @@ def test_an_unpinned_drafter_is_said_loudly_and_a_pinned_one_is_not(cuda: Image)
     assert json.loads(value(shlex.split(done.stdout), "--speculative-config"))["revision"] == "a" * 40
 
 
+def test_sglang_is_started_by_its_own_words_with_the_same_pins(sglang: Image) -> None:
+    words, release = sglang.printed(), sglang.release
+    at = words.index("python3")
+    assert words[at : at + 5] == ["python3", "-m", "sglang.launch_server", "--model-path", release["target"]["repo"]]
+    assert value(words, "--revision") == release["target"]["revision"]
+    assert (value(words, "--tensor-parallel-size"), value(words, "--port")) == ("8", "8000")
+    assert value(words, "--speculative-algorithm") == "EAGLE3"
+    assert value(words, "--speculative-draft-model-path") == release["drafter"]["repo"]
+    assert value(words, "--speculative-draft-model-quantization") == "unquant"
+    assert value(words, "--speculative-draft-attention-backend") == value(words, "--attention-backend") == "triton"
+
+
+def test_k_draft_tokens_are_k_steps_and_one_token_more_for_sglang(sglang: Image) -> None:
+    words = sglang.printed("--drafter", f"a/b@{'c' * 40}", "--draft-tokens", "5")
+    names = ("draft-model-path", "draft-model-revision", "num-steps", "eagle-topk", "num-draft-tokens")
+    assert [value(words, f"--speculative-{name}") for name in names] == ["a/b", "c" * 40, "5", "1", "6"]
+
+
 # The user's word wins.
+
+
+def test_sglangs_own_flags_replace_ours(sglang: Image) -> None:
+    words = sglang.printed("--tp", "4", "--no-trust-remote-code", "--speculative-num-steps", "2")
+    assert not {"8", "--trust-remote-code", "--no-trust-remote-code"} & set(words)
+    assert value(words, "--speculative-num-steps") == "2" and "--speculative-algorithm" in words
+    for whole in (["--no-speculation"], ["--speculative-algorithm", "NGRAM"]):
+        theirs = sglang.printed(*whole)
+        assert [word for word in theirs if word.startswith("--speculative")] == whole[:1] * (len(whole) - 1)
+    assert "contradict --speculative-num-steps" in sglang.refusal("--draft-tokens", "2", "--speculative-num-steps", "2")
+    assert "contradict --speculative-algorithm" in sglang.refusal("--drafter", "a/b", "--speculative-algorithm", "X")
+
+
+@pytest.mark.parametrize("given", [["--model-path", "a/b"], ["--model", "a/b"], ["serve", "a/b"], ["--target=a/b"]])
+def test_the_target_has_every_name_that_an_engine_has_for_it(sglang: Image, given: list[str]) -> None:
+    words = sglang.printed(*given)
+    assert value(words, "--model-path") == "a/b" and "--revision" not in words
+
+
+def test_a_model_of_a_config_file_leaves_no_flag_without_its_value(sglang: Image, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model-path: a/b\n")
+    words = sglang.printed("--config", str(tmp_path / "config.yaml"))
+    assert "--model-path" not in words and "sglang.launch_server" in words
 
 
 @pytest.mark.parametrize(
@@ -259,7 +306,7 @@ def test_help_tells_the_pinned_models(cuda: Image) -> None:
 
 
 def test_every_option_is_in_help() -> None:
-    for name in (entrypoint.VALUED | entrypoint.SWITCHES) - {"model"}:
+    for name in (entrypoint.VALUED | entrypoint.SWITCHES) - (entrypoint.TARGET - {"target"}):
         assert f"--{name}" in entrypoint.HELP
     assert all(f"IMAGE {tool}" in entrypoint.HELP for tool in entrypoint.TOOLS)
 

@@ -153,6 +153,6 @@ def test_without_an_image_the_cure_is_one_line(tmp_path: Path) -> None:
     client = tmp_path / "docker"
     client.write_text("#!/bin/sh\necho 'Error: No such image' >&2\nexit 1\n")
     client.chmod(0o755)
-    with pytest.raises(Stop, match="nox -s build-vllm"):
+    with pytest.raises(Stop, match="nox -s build-ENGINE"):
         pipeline.find_image(engine(client))
     assert pins.load().releases

@@ -22,6 +22,15 @@ def test_the_default_release_is_the_newest_with_a_twin() -> None:
     assert all_pins.release("vllm").version == max(twins, key=lambda v: [int(n) for n in v.split(".")])
 
 
+def test_each_engine_has_a_default_of_its_own(tmp_path: Path) -> None:
+    assert [pins.load().release(engine).version for engine in ("vllm", "sglang")] == ["0.32.0", "0.5.23"]
+    for text, says in ((TEXT.replace("default = true", ""), "0 releases"), (
+        TEXT.replace('version = "0.5.9"', 'version = "0.5.9"\ndefault = true'), r"sglang has 2 .*0\.5\.9, 0\.5\.23"
+    )):  # fmt: skip
+        with pytest.raises(Stop, match=says):
+            load(tmp_path, text)
+
+
 def test_images_are_named_by_engine_and_version_and_the_twin_ends_in_cpu() -> None:
     all_pins = pins.load()
     assert all_pins.image(all_pins.release("vllm", "0.16.0")) == "kimi-k2.5-eagle3-vllm:0.16.0"

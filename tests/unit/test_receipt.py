@@ -124,7 +124,7 @@ def test_a_receipt_replaces_the_one_before_whole_or_not_at_all(tmp_path: Path) -
 
 
 def test_no_receipt_is_one_line_with_the_cure(tmp_path: Path) -> None:
-    with pytest.raises(Stop, match=r"is no receipt.*smoke-vllm"):
+    with pytest.raises(Stop, match=r"is no receipt.*smoke-ENGINE"):
         receipt.read(tmp_path / "none.json")
 
 

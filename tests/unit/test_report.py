@@ -268,7 +268,7 @@ def test_without_a_receipt_there_is_one_line_and_no_page(
     for argv in ([], [str(tmp_path / "empty")], [str(tmp_path / "none")], [str(tmp_path / "bad.json")]):
         assert run_main(*argv, patch=monkeypatch) == 1
     said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 5 and "smoke-vllm" in said.err
+    assert said.out == "" and said.err.count("\n") == 5 and "smoke-ENGINE" in said.err
     assert not (tmp_path / "cache").exists()
 
 
