@@ -13,6 +13,7 @@ parallelism, and the server.
 """
 
 import inspect
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
@@ -77,14 +78,8 @@ scheduler: Any = None  # the one of this process
 def start(engine: Bench, drafter: Path) -> tuple[tuple[int, ...], tuple[str, str]]:
     """Start this process's scheduler. Returns the layers that the target captures, and both models' classes."""
     global scheduler
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.server_args import PortArgs
-
     arguments = engine.arguments(drafter, attention_backend="triton", disable_overlap_schedule=True)
-    others = list(inspect.signature(Scheduler).parameters)[2:]
-    scheduler = Scheduler(
-        arguments, PortArgs.init_new(arguments), **{name: None if name == "dp_rank" else 0 for name in others}
-    )
+    scheduler = engine.start.scheduler(arguments)
     for name in IDLE:
         if hasattr(scheduler, name):
             setattr(scheduler, name, _idle)
@@ -126,21 +121,24 @@ def _histogram(request: Any) -> list[int]:
 
 
 def _request(prompt: Sequence[int], max_tokens: int) -> Any:
-    """A request as the tokenizer's process sends it."""
+    """A request as the tokenizer's process sends it. What a release wants to know beyond that is none."""
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_new_tokens=max_tokens, ignore_eos=True)
     sampling.normalize(None)
-    return TokenizedGenerateReqInput(
-        rid=f"{max_tokens} tokens",
-        input_text="",
-        input_ids=list(prompt),
-        mm_inputs=None,
-        sampling_params=sampling,
-        return_logprob=False,
-        logprob_start_len=-1,
-        top_logprobs_num=0,
-        token_ids_logprob=[],
-        stream=False,
-    )
+    fields = inspect.signature(TokenizedGenerateReqInput).parameters
+    required = [name for name, field in fields.items() if field.default is field.empty]
+    as_array = "array" in str(fields["input_ids"].annotation)  # in later releases
+    given = {
+        "rid": f"{max_tokens} tokens",
+        "input_text": "",
+        "input_ids": array("q", prompt) if as_array else list(prompt),
+        "sampling_params": sampling,
+        "return_logprob": False,
+        "logprob_start_len": -1,
+        "top_logprobs_num": 0,
+        "token_ids_logprob": [],
+        "stream": False,
+    }
+    return TokenizedGenerateReqInput(**dict.fromkeys(required) | given)

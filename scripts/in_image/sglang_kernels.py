@@ -4,8 +4,14 @@ Two are the triton backend's attention: its interpreter runs them too, but at a 
 in sgl_kernel: how the drafts of a round become a tree, and which of its branches the target agrees with.
 """
 
+import inspect
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
+
+# Where the triton backend has its attention, by release.
+TRITON = ("sglang.kernels.ops.attention", "sglang.srt.layers.attention.triton_ops")
 
 
 def _attend(q: Any, k: Any, v: Any, scale: float, mask: Any) -> Any:
@@ -19,25 +25,23 @@ def _attend(q: Any, k: Any, v: Any, scale: float, mask: Any) -> Any:
 
 
 def extend_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
+    q_extend: Any,
+    k_extend: Any,
+    v_extend: Any,
+    o_extend: Any,
     k_buffer: Any,
     v_buffer: Any,
     qo_indptr: Any,
     kv_indptr: Any,
     kv_indices: Any,
     custom_mask: Any,
-    is_causal: bool,
     mask_indptr: Any,
-    max_len_extend: int,
     sm_scale: float,
     **_: Any,
 ) -> None:
     """extend_attention_fwd: new tokens see what `kv_indices` names in the cache, and each other up to themselves.
 
-    q, k, v, out: [tokens, heads, d]; the buffers: [slots, heads, d]. Sequence b has the tokens qo_indptr[b] up to
+    The first four: [tokens, heads, d]; the buffers: [slots, heads, d]. Sequence b has the tokens qo_indptr[b] up to
     qo_indptr[b + 1], and the slots kv_indices[kv_indptr[b] : kv_indptr[b + 1]]. `custom_mask` is flat, [tokens, slots +
     tokens] for each sequence; of it, as in the kernel, what is about the cache is not read.
     """
@@ -53,23 +57,19 @@ def extend_attention(
             among = custom_mask[start : start + n * (known + n)].view(n, known + n)[:, known:].bool()
         mask = torch.cat([torch.ones(n, known, dtype=torch.bool), among], 1)
         # A first pass of MLA has heads of its own, other than the cache's one.
-        keys, values = k[new], v[new]
+        keys, values = k_extend[new], v_extend[new]
         if known:
             keys, values = torch.cat([k_buffer[slots], keys]), torch.cat([v_buffer[slots], values])
-        out[new] = _attend(q[new], keys, values, sm_scale, mask).to(out.dtype)
+        o_extend[new] = _attend(q_extend[new], keys, values, sm_scale, mask).to(o_extend.dtype)
 
 
 def decode_attention(
     q: Any,
     k_buffer: Any,
     v_buffer: Any,
-    out: Any,
+    o: Any,
     kv_indptr: Any,
     kv_indices: Any,
-    attn_logits: Any,
-    attn_lse: Any,
-    num_kv_splits: Any,
-    max_kv_splits: int,
     sm_scale: float,
     **_: Any,
 ) -> None:
@@ -79,7 +79,7 @@ def decode_attention(
     for b in range(len(q)):
         slots = kv_indices[kv_indptr[b] : kv_indptr[b + 1]].long()
         mask = torch.ones(1, len(slots), dtype=torch.bool)
-        out[b] = _attend(q[b : b + 1], k_buffer[slots], v_buffer[slots], sm_scale, mask)[0].to(out.dtype)
+        o[b] = _attend(q[b : b + 1], k_buffer[slots], v_buffer[slots], sm_scale, mask)[0].to(o.dtype)
 
 
 def build_tree(
@@ -158,15 +158,30 @@ def _scalar_of_one() -> None:
     interpreter._patch_lang_tensor = patched
 
 
+def _by_name(real: Any, stand_in: Any) -> Any:
+    """`stand_in`, called as `real` is: the order of its arguments differs between releases, their names don't."""
+    signature = inspect.signature(real)
+
+    def call(*arguments: Any, **named: Any) -> None:
+        stand_in(**signature.bind(*arguments, **named).arguments)
+
+    return call
+
+
 def stand_in() -> None:
     """Put all of these where the engine looks them up, before it makes its workers."""
-    from sglang.srt.layers.attention.triton_ops import decode_attention as decode
-    from sglang.srt.layers.attention.triton_ops import extend_attention as extend
-    from sglang.srt.speculative import eagle_utils
-
     _scalar_of_one()
-    extend.extend_attention_fwd, decode.decode_attention_fwd = extend_attention, decode_attention
-    # The engine imports both only where it finds CUDA.
-    eagle_utils._is_cuda = True
-    eagle_utils.sgl_build_tree_kernel_efficient = build_tree
-    sys.modules["sgl_kernel"].verify_tree_greedy = verify_tree_greedy  # type: ignore[attr-defined]
+    where = TRITON[0] if find_spec("sglang.kernels") else TRITON[1]
+    for name, attention in (("extend_attention", extend_attention), ("decode_attention", decode_attention)):
+        kernels = import_module(f"{where}.{name}")
+        setattr(kernels, f"{name}_fwd", _by_name(getattr(kernels, f"{name}_fwd"), attention))
+    try:
+        spec_tree: Any = import_module("sglang.kernels.ops.speculative.spec_tree")
+    except ModuleNotFoundError:
+        # The engine imports both only where it finds CUDA.
+        eagle_utils: Any = import_module("sglang.srt.speculative.eagle_utils")
+        eagle_utils._is_cuda = True
+        eagle_utils.sgl_build_tree_kernel_efficient = build_tree
+        sys.modules["sgl_kernel"].verify_tree_greedy = verify_tree_greedy  # type: ignore[attr-defined]
+    else:
+        spec_tree._is_xpu = True  # this release has both in Triton too, for the devices of another vendor
