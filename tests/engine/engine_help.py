@@ -21,14 +21,15 @@ from scripts.pipeline import pins
 REPO = Path(__file__).parents[2]
 SCRIPTS = REPO / "scripts/in_image"
 MODEL = "vllm/model_executor/models/deepseek_v2.py"
-VERSIONS = [r.version for r in pins.load().releases if (r.engine, r.variant) == ("vllm", "cuda")]
+ENGINES = {r.version: r.engine for r in pins.load().releases if r.variant == "cuda"}
+VERSIONS, SGLANG = ([v for v, engine in ENGINES.items() if engine == name] for name in ("vllm", "sglang"))
 
 
 def interpreter(version: str) -> Path:
     """The interpreter of a release. Skips where none is named, fails where the named one is missing."""
     name = f"KIMI_EAGLE3_VENV_{version.replace('.', '_')}"
     if not os.environ.get(name):
-        pytest.skip(f"{name} names no environment with vllm {version}")
+        pytest.skip(f"{name} names no environment with {ENGINES[version]} {version}")
     path = Path(os.environ[name])
     path = path / "bin/python" if path.is_dir() else path
     if not path.is_file():
@@ -41,15 +42,16 @@ class Engine:
 
     def __init__(self, version: str, folder: Path) -> None:
         self.version, self.python, self.root = version, interpreter(version), folder / "site-packages"
+        self.name = ENGINES[version]
         self.series, self.work = folder / "series", folder / "tmp"
         (folder / "tmp").mkdir(parents=True)
         self.series.mkdir()
         (self.series / "tree").write_text("# no file is touched\n")
         (self.series / "series").write_text("# no patch\n")
-        self.release: dict[str, Any] = {"engine": "vllm", "version": version, "package": "vllm", "nvcc": False}
-        find = "import importlib.util as u; print(u.find_spec('vllm').submodule_search_locations[0])"
+        self.release: dict[str, Any] = {"engine": self.name, "version": version, "package": self.name, "nvcc": False}
+        find = f"import importlib.util as u; print(u.find_spec('{self.name}').submodule_search_locations[0])"
         source = subprocess.run([self.python, "-c", find], capture_output=True, text=True, check=True).stdout.strip()
-        shutil.copytree(source, self.root / "vllm", copy_function=os.symlink)
+        shutil.copytree(source, self.root / self.name, copy_function=os.symlink)
 
     def write(self, path: str, data: bytes) -> None:
         """Make a file of the tree's own, without touching the release's."""
@@ -68,7 +70,7 @@ class Engine:
 
     def apply(self, without: str = "") -> None:
         """Apply the series of the release, exactly; or without one patch, and those that don't fit without it."""
-        series = REPO / "patches/vllm" / self.version
+        series = REPO / "patches" / self.name / self.version
         for line in (series / "tree").read_text().splitlines():
             path = line.split()[0]
             if not line.startswith("#") and (self.root / path).exists():
