@@ -1,7 +1,8 @@
 """The kernels of SGLang that a drafted token meets and that no CPU runs, in torch, with the arguments of the real ones.
 
-Two are the triton backend's attention: its interpreter runs them too, but at a second for each token. Two are compiled,
-in sgl_kernel: how the drafts of a round become a tree, and which of its branches the target agrees with.
+Two are the triton backend's attention: the interpreter runs them too, but takes a second for a token, and has no
+bfloat16. Two are compiled, in sgl_kernel: how the drafts of a round become a tree, and which of its branches the target
+agrees with. The norm is the engine's own in torch, made to write where the compiled one does.
 """
 
 import inspect
@@ -10,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-# Where the triton backend has its attention, by release.
+# Where the triton backend has its attention: later releases, earlier ones.
 TRITON = ("sglang.kernels.ops.attention", "sglang.srt.layers.attention.triton_ops")
 
 
@@ -158,6 +159,26 @@ def _scalar_of_one() -> None:
     interpreter._patch_lang_tensor = patched
 
 
+def where() -> str:
+    """The package of the triton backend's attention in this release."""
+    return TRITON[0] if find_spec("sglang.kernels") else TRITON[1]
+
+
+def _in_place(native: Any) -> Any:
+    """The engine's norm in torch, which writes into its inputs as the fused kernel on a GPU does.
+
+    So a state that was captured by reference is overwritten here, too.
+    """
+
+    def forward_native(self: Any, x: Any, residual: Any = None, *more: Any, **named: Any) -> Any:
+        if residual is None:
+            return native(self, x)
+        normed, total = native(self, x, residual, *more, **named)
+        return x.copy_(normed), residual.copy_(total)
+
+    return forward_native
+
+
 def _by_name(real: Any, stand_in: Any) -> Any:
     """`stand_in`, called as `real` is: the order of its arguments differs between releases, their names don't."""
     signature = inspect.signature(real)
@@ -170,10 +191,12 @@ def _by_name(real: Any, stand_in: Any) -> Any:
 
 def stand_in() -> None:
     """Put all of these where the engine looks them up, before it makes its workers."""
+    from sglang.srt.layers.layernorm import RMSNorm
+
+    RMSNorm.forward_native = _in_place(RMSNorm.forward_native)
     _scalar_of_one()
-    where = TRITON[0] if find_spec("sglang.kernels") else TRITON[1]
     for name, attention in (("extend_attention", extend_attention), ("decode_attention", decode_attention)):
-        kernels = import_module(f"{where}.{name}")
+        kernels = import_module(f"{where()}.{name}")
         setattr(kernels, f"{name}_fwd", _by_name(getattr(kernels, f"{name}_fwd"), attention))
     try:
         spec_tree: Any = import_module("sglang.kernels.ops.speculative.spec_tree")
