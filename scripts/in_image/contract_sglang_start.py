@@ -42,6 +42,14 @@ class Constructors:
 
         return TpModelWorker(server_args=arguments, pp_rank=0, **self.ranks)
 
+    def scheduler(self, arguments: Any) -> Any:
+        """The real Scheduler, with workers of its own, before its loop begins. One in a process."""
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.server_args import PortArgs
+
+        ranks = {name: rank for name, rank in self.ranks.items() if name != "nccl_port"}
+        return Scheduler(arguments, PortArgs.init_new(arguments), pp_rank=0, **ranks)
+
     def target(self, arguments: Any) -> Any:
         """The runner of a target that is ready. Raises what the engine raises."""
         return self.worker(arguments).model_runner
@@ -85,6 +93,15 @@ class Published:
         initialize_moe_config()
         get_resources().expert_location_metadata = None  # else a second target in this process is refused
         return TpModelWorker(server_args=arguments, gpu_id=0, nccl_port=self.port)
+
+    def scheduler(self, arguments: Any) -> Any:
+        """As Constructors.scheduler."""
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.runtime_context import SpawnRanks, publish
+        from sglang.srt.server_args import PortArgs
+
+        publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+        return Scheduler(arguments, PortArgs.init_new(arguments))
 
     def target(self, arguments: Any) -> Any:
         """The runner of a target that is ready. Raises what the engine raises."""

@@ -6,6 +6,18 @@ import oracle_plan as plan
 from oracle_plan import PLACES, Oracle, draft_vocabulary
 
 MAX_POSITIONS = 4096
+# A factor of 1 leaves the plain rotary embedding. But without YaRN, vLLM's MLA drafter of 0.18 to 0.27.1 fails, and so
+# does SGLang's latent attention on a CPU.
+YARN = {
+    "type": "yarn",
+    "rope_type": "yarn",
+    "factor": 1.0,
+    "original_max_position_embeddings": MAX_POSITIONS,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 SPECIAL = (
     "[BOS]",
     "[EOS]",
@@ -84,6 +96,7 @@ def text_config(oracle: Oracle) -> dict[str, Any]:
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "kimi_k2",
         "num_hidden_layers": oracle.layers,
+        "rope_scaling": YARN,
         "moe_intermediate_size": plan.MOE_INNER,
         "first_k_dense_replace": 1,
         "moe_layer_freq": 1,
@@ -113,6 +126,9 @@ def target_config(oracle: Oracle) -> dict[str, Any]:
             "hidden_size": plan.VISION_HIDDEN,
             "num_attention_heads": plan.VISION_HEADS,
             "intermediate_size": plan.VISION_INNER,
+            # SGLang reads the projector's sizes by the names of the model's own config.
+            "vt_hidden_size": plan.VISION_HIDDEN,
+            "text_hidden_size": plan.HIDDEN,
             # The names of the model's own config, and those of transformers' class.
             **{f"init_pos_emb_{name}": 4 for name in ("height", "width", "time")},
             **{f"pos_emb_{name}": 4 for name in ("height", "width", "time")},
@@ -132,26 +148,18 @@ def target_config(oracle: Oracle) -> dict[str, Any]:
 
 
 def drafter_config(oracle: Oracle) -> dict[str, Any]:
-    """The config of the drafter. The layer ids are at the top level, where each release reads them."""
+    """The config of the drafter. vLLM reads the layer ids at the top level, SGLang inside `eagle_config`."""
+    ids = {"eagle_aux_hidden_state_layer_ids": list(oracle.ids)}
     shared = common() | {
         "num_hidden_layers": 1,
-        "draft_vocab_size": len(draft_vocabulary(oracle)),
-        "eagle_aux_hidden_state_layer_ids": list(oracle.ids),
+        # Where the drafter has no head of its own, SGLang's Llama drafter shares the target's only without a size here.
+        "draft_vocab_size": len(draft_vocabulary(oracle)) if oracle.partial else None,
+        "eagle_config": {"use_aux_hidden_state": True, **ids},
+        **ids,
     }
     if oracle.drafter == "llama":
         return shared | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "head_dim": plan.HEAD_DIM}
-    # Without YaRN the class of 0.18 to 0.27.1 fails; a factor of 1 leaves the plain rotary embedding.
-    yarn = {
-        "type": "yarn",
-        "rope_type": "yarn",
-        "factor": 1.0,
-        "original_max_position_embeddings": MAX_POSITIONS,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    }
-    names = {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2", "rope_scaling": yarn}
+    names = {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2", "rope_scaling": YARN}
     return shared | plan.MLA | names
 
 

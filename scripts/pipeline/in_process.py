@@ -1,7 +1,7 @@
 """The oracle through an image's own Python, in one process: for a release that no CPU build can stand for.
 
-What it shows and what it leaves out, stands in scripts/in_image/oracle_in_process.py. It goes into the image's receipt
-beside the ladder, of which nothing is climbed without a server.
+What it shows and what it leaves out, stands in scripts/in_image/oracle_vllm.py and oracle_sglang.py. It goes into the
+image's receipt beside the ladder, of which nothing is climbed without a server.
 """
 
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 from scripts.pipeline import containers, pins, receipt, say, smoke, trials
 
 SCRIPT = "/opt/kimi-eagle3/in_image/oracle_in_process.py"
+DRAFTERS = ("mla", "llama")  # the contract holds every release to both
 WHY = "no GPU here, and no CPU build of this release speculates: see in_process"
 
 
@@ -26,7 +27,7 @@ def prove(engine: containers.ContainerEngine, all_pins: pins.Pins, release: pins
         raise say.Stop(f"{image.reference} doesn't know what it is: {incomplete}: build it again")
     runs: list[receipt.Run] = []
     found, failed = [], ""
-    for kind in ("mla", "llama"):
+    for kind in DRAFTERS:
         with tempfile.TemporaryDirectory(prefix="oracle-") as tmp, say.timed(f"the oracle in a process ({kind})"):
             folder = trials.make_oracle(engine, image.id, Path(tmp), ["--drafter", kind])
             arguments = ["python3", SCRIPT, "/oracle", "--json", *(word for k in ks for word in ("--k", str(k)))]

@@ -4,12 +4,12 @@ The gaps are numbered as the patches of 0.5.9 are, and as the cures of the check
 through the wrapper; gap 3 the states at ids that a drafter states by input; 7 and 8 what an MLA drafter needs.
 """
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from engine_help import SGLANG, Engine
+from sglang_faults import MODEL, next_layer, previous_layer, without_residual
 
 METHODS = {"eagle3-methods", "embedding-and-head"}
 STATES = {"hidden-states-default", "hidden-states-explicit"}
@@ -26,7 +26,6 @@ GAPS = {
 }
 # Of these gaps, 0.5.23 has two.
 LATER = (5, 6)
-MODEL = "sglang/srt/models/deepseek_v2.py"
 
 pytestmark = pytest.mark.engine
 
@@ -52,23 +51,6 @@ def test_each_gap_alone_makes_false_what_is_written_here(version: str, gap: int,
     engine = Engine(version, tmp_path)
     engine.apply(without=f"{gap:04}")
     assert engine.false() == GAPS[gap]
-
-
-# Ways to break a release, each with the file that it changes and what it makes false. The text differs between
-# releases; a change that finds nothing fails the test.
-def previous_layer(text: str) -> str:
-    """Each state is that of the layer before."""
-    return re.sub(r"\bif i in self\.layers_to_capture", "if i + 1 in self.layers_to_capture", text)
-
-
-def next_layer(text: str) -> str:
-    """Each state is that of the layer behind."""
-    return re.sub(r"\bif i in self\.layers_to_capture", "if i - 1 in self.layers_to_capture", text)
-
-
-def without_residual(text: str) -> str:
-    """The residual is left out (0.5.9; later releases have it elsewhere)."""
-    return text.replace("aux_hidden_states.append(hidden_states + residual)", "aux_hidden_states.append(hidden_states)")
 
 
 def other_head(text: str) -> str:

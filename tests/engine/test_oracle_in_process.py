@@ -11,15 +11,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import engine_help as vllm
 import pytest
-from engine_help import MODEL, SCRIPTS, VERSIONS, Engine, after_the_layer, by_reference, without_residual
+import sglang_faults as sglang
+from engine_help import SCRIPTS, SGLANG, VERSIONS, Engine
 
 PAIRS = {
     "llama": (),
+    "llama-other-ids": ("--ids", "3", "5", "7"),
     "mla": ("--drafter", "mla"),
     "llama-partial": ("--partial-vocabulary",),
     "mla-partial": ("--drafter", "mla", "--partial-vocabulary", "--layers", "12"),
 }
+IDS = "eagle_aux_hidden_state_layer_ids"
+# The release, the file and the change of each wrong capture. 0.5.23 copies a state at once, so none is a reference.
+FAULTS = [
+    *((v, vllm.MODEL, f) for v in VERSIONS for f in (vllm.after_the_layer, vllm.without_residual, vllm.by_reference)),
+    *(("0.5.9", sglang.MODEL, f) for f in (sglang.next_layer, sglang.without_residual, sglang.by_reference)),
+    ("0.5.23", sglang.MODEL, sglang.next_layer),
+    ("0.5.23", sglang.BOUNDARY, sglang.behind_the_norm),
+]
 COUNTS = ("drafts", "draft_tokens", "accepted", "accepted_per_position", "acceptance_length")
 
 pytestmark = pytest.mark.engine
@@ -35,7 +46,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in PAIRS}
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
+@pytest.fixture(scope="module", params=[*VERSIONS, *SGLANG])
 def patched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """A release with its series, for tests that leave it as it is."""
     engine = Engine(request.param, tmp_path_factory.mktemp("patched"))
@@ -51,6 +62,12 @@ def run(engine: Engine, pair: Path, *arguments: str) -> dict[str, Any]:
     said = done.stderr.splitlines()
     assert said == ([f"{failure['name']}: {failure['detail']}"] if failure else [])
     return dict(found)
+
+
+def name_layers(config: dict[str, Any], ids: list[int] | None) -> None:
+    """Set or drop the layer ids in a drafter's config, where vLLM reads them and where SGLang does."""
+    for place in (config, config["eagle_config"]):
+        place.update({IDS: ids}) if ids else place.pop(IDS)
 
 
 def copy(pair: Path, folder: Path, file: str, change: Callable[[dict[str, Any]], Any]) -> Path:
@@ -76,35 +93,56 @@ def test_the_counts_are_exactly_those_predicted(name: str, patched: Engine, pair
 def test_a_drafter_that_names_no_layers_gets_the_default_ones(
     patched: Engine, pairs: dict[str, Path], tmp_path: Path
 ) -> None:
-    pair = copy(pairs["llama"], tmp_path, "drafter/config.json", lambda c: c.pop("eagle_aux_hidden_state_layer_ids"))
+    pair = copy(pairs["llama"], tmp_path, "drafter/config.json", lambda c: name_layers(c, None))
     found = run(patched, pair, "--k", "3")
     assert found["layers"] == [2, 4, 6] and found["runs"][0]["acceptance_length"] == 4.0
 
 
 @pytest.mark.parametrize("by", [-1, 1])
 def test_layer_ids_moved_by_one_are_seen(by: int, patched: Engine, pairs: dict[str, Path], tmp_path: Path) -> None:
-    wrong = {"eagle_aux_hidden_state_layer_ids": [i + by for i in (2, 4, 6)]}
-    found = run(patched, copy(pairs["llama"], tmp_path, "drafter/config.json", lambda c: c.update(wrong)), "--k", "3")
-    assert found["failure"]["name"] == "acceptance-is-one" and found["layers"] == [i + by for i in (2, 4, 6)]
+    wrong = [i + by for i in (3, 5, 7)]
+    pair = copy(pairs["llama-other-ids"], tmp_path, "drafter/config.json", lambda c: name_layers(c, wrong))
+    found = run(patched, pair, "--k", "3")
+    assert found["failure"]["name"] == "acceptance-is-one" and found["layers"] == wrong
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("fault", [after_the_layer, without_residual, by_reference])
+@pytest.mark.parametrize("version", SGLANG)
+def test_ids_of_outputs_mean_the_same_layers_in_sglang(version: str, pairs: dict[str, Path], tmp_path: Path) -> None:
+    engine = Engine(version, tmp_path)
+    engine.apply()
+    pair = copy(pairs["llama"], tmp_path, "drafter/config.json", lambda c: name_layers(c, [1, 3, 5]))
+    found = run(engine, pair, "--k", "3")
+    assert found["ok"] and found["layers"] == [2, 4, 6]
+
+
+@pytest.mark.parametrize(("version", "file", "fault"), FAULTS)
 def test_a_wrong_capture_ends_at_an_acceptance_length_of_one(
-    version: str, fault: Callable[[str], str], pairs: dict[str, Path], tmp_path: Path
+    version: str, file: str, fault: Callable[[str], str], pairs: dict[str, Path], tmp_path: Path
 ) -> None:
     engine = Engine(version, tmp_path)
     engine.apply()
-    engine.edit(MODEL, fault)
+    engine.edit(file, fault)
     found = run(engine, pairs["llama"], "--k", "3")
     assert found["failure"]["name"] == "acceptance-is-one" and not found["ok"]
     (counts,) = found["runs"]
     assert counts["acceptance_length"] == 1.0 and counts["draft_tokens"] == 3 * 96
 
 
-def test_an_engine_without_its_series_does_not_get_by(pairs: dict[str, Path], tmp_path: Path) -> None:
-    found = run(Engine("0.16.0", tmp_path), pairs["llama"])
+@pytest.mark.parametrize(("version", "lacks"), [("0.16.0", ""), ("0.5.9", "set_eagle3_layers_to_capture")])
+def test_an_engine_without_its_series_does_not_get_by(
+    version: str, lacks: str, pairs: dict[str, Path], tmp_path: Path
+) -> None:
+    found = run(Engine(version, tmp_path), pairs["llama"])
     assert found["failure"]["name"] == "does-not-load" and found["runs"] == []
+    assert lacks in found["failure"]["detail"]
+
+
+def test_draft_steps_at_wrong_positions_are_seen(pairs: dict[str, Path], tmp_path: Path) -> None:
+    engine = Engine("0.5.9", tmp_path)
+    engine.apply(without="0009")
+    found = run(engine, pairs["llama"], "--k", "3")
+    assert found["failure"]["name"] == "acceptance-differs"
+    assert found["runs"][0]["accepted_per_position"] == [48, 0, 0]
 
 
 def wrong_count(oracle: dict[str, Any]) -> None:
@@ -119,14 +157,15 @@ def no_round(oracle: dict[str, Any]) -> None:
     oracle["k"]["1"]["max_tokens"] = 1
 
 
+@pytest.mark.parametrize("version", ["0.16.0", "0.5.9"])
 @pytest.mark.parametrize(
     ("change", "name"),
     [(wrong_count, "acceptance-differs"), (wrong_token, "output-differs"), (no_round, "nothing-measured")],
 )
 def test_each_difference_has_its_name(
-    change: Callable[[dict[str, Any]], None], name: str, pairs: dict[str, Path], tmp_path: Path
+    change: Callable[[dict[str, Any]], None], name: str, version: str, pairs: dict[str, Path], tmp_path: Path
 ) -> None:
-    engine = Engine("0.16.0", tmp_path)
+    engine = Engine(version, tmp_path)
     engine.apply()
     found = run(engine, copy(pairs["llama"], tmp_path, "oracle.json", change), "--k", "1")
     assert found["failure"]["name"] == name
