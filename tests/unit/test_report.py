@@ -188,9 +188,7 @@ def test_without_a_gpu_the_page_says_so(tmp_path: Path) -> None:
 
 def test_with_a_gpu_the_page_does_not_say_so_and_admits_what_is_left(many: Path, tmp_path: Path) -> None:
     seen = words(text_of(many, tmp_path))
-    assert (
-        "from a GPU yet" not in seen and "No run with" not in seen and "2 of them on GPUs" in seen
-    )
+    assert "from a GPU yet" not in seen and "No run with" not in seen and "2 of them on GPUs" in seen
     assert "Runs that came to no measurement of acceptance, and have no chart: 1 of 7." in seen
     assert "Runs whose output was not compared with anything: 1 of 7." in seen
 
