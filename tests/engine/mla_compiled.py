@@ -1,8 +1,8 @@
 """The kernels that TRITON_MLA launches for a decode, compiled for sm_120: their shared memory, and their rows.
 
 Runs under the engine's interpreter (0.16.0 or 0.32.0): argv[1] is a JSON list of cases, and a JSON list of answers goes
-to stdout. The launcher is the engine's own, with its own block sizes, stages and types. A recorder stands where it would
-start its kernels, and what it would have started is compiled: the compiler states the shared memory that it needs.
+to stdout. The launcher is the engine's own, with its own block sizes, stages and types. A recorder stands where it
+would start its kernels, and what it would have started is compiled: the compiler states the shared memory it needs.
 """
 # ruff: noqa: E402 (the driver is set before the engine is imported)
 

@@ -1,8 +1,8 @@
 """The real MLA attention of vLLM 0.16.0 on a CPU: metadata builder, layer, backend, kernels in Triton's interpreter.
 
 Runs under the engine's interpreter. Real: how a batch is reordered and split, the metadata, the layer's two paths, the
-Triton kernels (decode, and the merge of partial results). mla_stand_ins has the rest. The buffers of the model runner are
-kept as it keeps them: longer than the batch, at one address, with rows of -1 and zeros where a batch is padded.
+Triton kernels (decode, and the merge of partial results). mla_stand_ins has the rest. The buffers of the model runner
+are kept as it keeps them: longer than the batch, at one address, with rows of -1 and zeros where a batch is padded.
 """
 # ruff: noqa: E402 (the driver and the platform are set before the engine is imported)
 

@@ -1,4 +1,4 @@
-"""What vLLM 0.16.0 has as CUDA code alone, in plain torch: FlashAttention, writing to MLA's KV cache, gathering from it."""
+"""What vLLM 0.16.0 has as CUDA code alone, in plain torch: FlashAttention, and MLA's KV cache written and gathered."""
 
 from typing import Any
 
