@@ -99,6 +99,7 @@ def decode(case: dict[str, Any]) -> dict[str, Any]:
             stages = options["num_stages"]
         elif "OUTPUT_FP16" in record.kernel.arg_names:
             record.kwargs.setdefault("OUTPUT_FP16", 0)
+        options["num_stages"] += case.get("more_stages", 0)
         launch = source(record.kernel, record.args, record.kwargs)
         compiled = triton.compile(launch, GPUTarget("cuda", 120, 32), options)
         shared.append(compiled.metadata.shared)

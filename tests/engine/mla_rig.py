@@ -8,8 +8,7 @@ are kept as it keeps them: longer than the batch, at one address, with rows of -
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import SimpleNamespace
@@ -57,7 +56,7 @@ class Sizes:
 
 @dataclass
 class Seen:
-    """What a forward pass did: rows of each call of the decode kernel, tokens that the prefill path got."""
+    """What a rig's passes did: rows of each call of the decode kernel, tokens that the prefill path got."""
 
     decode: list[dict[str, Any]] = field(default_factory=list)
     prefill_tokens: int = 0
@@ -281,23 +280,15 @@ class Rig:
         return torch.cat(results)
 
 
-@contextmanager
-def fresh(rig: Rig) -> Iterator[Seen]:
-    rig.seen.decode.clear()
-    rig.seen.prefill_tokens = 0
-    yield rig.seen
-
-
 def step(rig: Rig, batch: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """One step of a batch, reordered as the runner does: the largest error, and where its tokens went."""
+    """The first step of a rig, reordered as the runner does: the largest error, and where its tokens went."""
     batch = [batch[i] for i in rig.order(batch)]
     inputs = rig.fill(batch)
     metadata = rig.builder.build(0, rig.common(batch))
-    with fresh(rig) as seen:
-        out = rig.forward(metadata, inputs)
+    out = rig.forward(metadata, inputs)
     return {
         "batch": batch,
         "error": float((out.float() - rig.dense(batch, inputs)).abs().nan_to_num(1e9).max()),
-        "decode": list(seen.decode),
-        "prefill_tokens": seen.prefill_tokens,
+        "decode": rig.seen.decode,
+        "prefill_tokens": rig.seen.prefill_tokens,
     }
