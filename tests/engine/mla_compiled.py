@@ -97,9 +97,9 @@ def decode(case: dict[str, Any]) -> dict[str, Any]:
         options = {key: record.kwargs.pop(key) for key in ("num_warps", "num_stages")}
         if record is stage1:
             stages = options["num_stages"]
+            record.kwargs["BLOCK_N"] *= case.get("wider", 1)
         elif "OUTPUT_FP16" in record.kernel.arg_names:
             record.kwargs.setdefault("OUTPUT_FP16", 0)
-        options["num_stages"] += case.get("more_stages", 0)
         launch = source(record.kernel, record.args, record.kwargs)
         compiled = triton.compile(launch, GPUTarget("cuda", 120, 32), options)
         shared.append(compiled.metadata.shared)

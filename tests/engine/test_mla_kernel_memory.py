@@ -23,7 +23,7 @@ GRID: list[dict[str, Any]] = [
     for page in (16, 64)
 ]
 BF16 = GRID[:2]
-DEEPER = [case | {"more_stages": 1} for case in BF16]
+WIDER = [case | {"wider": 2} for case in BF16]  # blocks of twice as many tokens as the launcher takes
 
 pytestmark = pytest.mark.engine
 
@@ -44,10 +44,10 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What 0.16.0 with its series launches for each case of GRID; then DEEPER."""
+    """What 0.16.0 with its series launches for each case of GRID; then WIDER."""
     engine = Engine("0.16.0", tmp_path_factory.mktemp("patched"))
     engine.apply()
-    return compiled(engine, GRID + DEEPER)
+    return compiled(engine, GRID + WIDER)
 
 
 def fits(answers: list[dict[str, Any]]) -> bool:
@@ -59,10 +59,10 @@ def test_the_decode_kernels_of_0_16_0_fit_sm_120_with_either_cache(patched: list
     assert fits(patched[: len(GRID)]), patched
 
 
-def test_one_more_pipeline_stage_would_not_fit(patched: list[dict[str, Any]]) -> None:
+def test_blocks_of_twice_the_tokens_would_not_fit(patched: list[dict[str, Any]]) -> None:
     """The bound can be missed."""
-    deeper = patched[len(GRID) :]
-    assert len(deeper) == len(DEEPER) and all(answer["shared"] > SM_120 for answer in deeper), deeper
+    wider = patched[len(GRID) :]
+    assert len(wider) == len(WIDER) and all(answer["shared"] > SM_120 for answer in wider), wider
 
 
 def test_the_decode_kernels_of_0_32_0_fit_sm_120_with_either_cache(tmp_path: Path) -> None:
