@@ -284,7 +284,7 @@ def add(release: pins.Release, name: str, edited: Path, all_pins: pins.Pins) -> 
     if not changes:
         raise Stop(f"{edited}: nothing in it differs from {release.name} with its series: use paths of site-packages")
     text = HEADER.format(today=date.today().isoformat()).encode() + b"".join(diffs.render(c) for c in changes)
-    listing = re.sub(rb"\n*\Z", b"\n", files["series"]) + name.encode() + b"\n"
+    listing = files["series"].rstrip(b"\n") + b"\n" + name.encode() + b"\n"
     refresh(release, all_pins, {name: text, "series": listing})
     say.note(f"now replace the TODOs in the header of {release.series / name}")
 
