@@ -44,7 +44,18 @@ SHORT = [
 ]
 CONTENT = ["", "Let me look.", "a < b, <|, <|tool", "Zürich 東京 🙂\n\n", "  ", f"say {CALL[:9]}"]
 NAMES = ["functions.get_weather", "get_weather", "functions.mcp.read_file", "f"]
-VALUES = ["Tokyo", "東京 🙂", "a < b <|x|> \n", '"quoted" \\ back', 12, -0.5, True, None, [1, [2, {}]], {"deep": {"er": "}"}}]
+VALUES = [
+    "Tokyo",
+    "東京 🙂",
+    "a < b <|x|> \n",
+    '"quoted" \\ back',
+    12,
+    -0.5,
+    True,
+    None,
+    [1, [2, {}]],
+    {"deep": {"er": "}"}},
+]
 SPACE = ["", "", "", "\n", " \n "]
 REQUEST = ChatCompletionRequest(
     model="kimi",
