@@ -29,10 +29,14 @@ def examine(facts: Facts) -> Found:
     allowed = {name.strip() for name in facts.env.get(ALLOW, "").split(",") if name.strip()}
     unknown = sorted(allowed - {rule.name for rule in RULES} - {"all"})
     refusals = [f"{ALLOW} names no rule: {', '.join(unknown)}; a refusal names its own"] if unknown else []
-    warnings = []
+    warnings, notes = [], list(facts.unread)
     for rule in RULES:
         asked = facts.engine in rule.engines and (facts.gpu or not rule.gpu)
-        text = rule.check(facts) if asked and (facts.drafts or rule.name in ALWAYS) else ""
+        try:
+            text = rule.check(facts) if asked and (facts.drafts or rule.name in ALWAYS) else ""
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            notes.append(f"a config has another form than expected, so {rule.name} is not checked ({error!r})")
+            continue
         if not text:
             continue
         if not rule.refuses:
@@ -41,7 +45,7 @@ def examine(facts: Facts) -> Found:
             warnings.append(f"{ALLOW} allows {rule.name}, so this starts although it is refused otherwise: {text}")
         else:
             refusals.append(f"{text} ({ALLOW}={rule.name} starts it all the same)")
-    return Found(tuple(refusals), tuple(warnings), facts.unread)
+    return Found(tuple(refusals), tuple(warnings), tuple(notes))
 
 
 def look(release: Mapping[str, Any], command: tuple[str, ...], env: Mapping[str, str], root: Path) -> Found:

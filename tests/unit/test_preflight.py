@@ -309,6 +309,12 @@ def test_what_cannot_be_read_is_said_and_not_guessed(tmp_path: Path, config: str
     assert found.notes == facts.unread and found.refusals == ()
 
 
+def test_a_config_of_another_form_stops_no_start() -> None:
+    found = examine(changed("vllm", {"drafter": {IDS: None, "eagle_config": "none", "rope_scaling": "yarn"}}))
+    assert found.refusals == ()
+    assert {"layer-ids", "states", "context"} <= {word.strip(",") for note in found.notes for word in note.split()}
+
+
 def test_flags_in_a_file_are_said_not_to_be_checked(tmp_path: Path) -> None:
     facts = gather(RELEASE, ("vllm", "serve", "--config", "c.yaml"), {})
     assert "c.yaml" in facts.unread[0]
