@@ -36,6 +36,7 @@ Kimi-K2.5 with an EAGLE-3 drafter, on {engine} {version}.
   The engine's own --speculative-config replaces the drafter as a whole. The positional model comes first.
 
   IMAGE preflight  what would fail, or be slow, in a start with these options; starts nothing, no GPU needed
+                   (asked before each start, too; -e KIMI_EAGLE3_ALLOW=RULE overrules a refusal)
   IMAGE about      what is in this image; --json
   IMAGE contract   checks that this engine runs Kimi-K2.5 with EAGLE-3; no GPU needed; --json
   IMAGE coverage   which shared objects hold code for {arch}; no GPU needed; --json
