@@ -41,6 +41,8 @@ Kimi-K2.5 with an EAGLE-3 drafter, on {engine} {version}.
 
   The engine's own {replaces} replaces the drafter as a whole. The positional model comes first.
 
+  IMAGE preflight  what would fail, or be slow, in a start with these options; starts nothing, no GPU needed
+                   (asked before each start, too; -e KIMI_EAGLE3_ALLOW=RULE overrules a refusal)
   IMAGE about      what is in this image; --json
   IMAGE contract   checks that this engine runs Kimi-K2.5 with EAGLE-3; no GPU needed; --json
   IMAGE coverage   which shared objects hold code for {arch}; no GPU needed; --json
@@ -305,7 +307,7 @@ def main(arguments: list[str], root: Path) -> None:
     if first in TOOLS:
         preset = [argument.format(root=root) for argument in TOOLS[first]]
         start([sys.executable, str(root / "in_image" / f"{first}.py"), *preset, *arguments[1:]], {})
-    if first != "serve" and first != "help" and not first.startswith("-"):
+    if first not in ("serve", "preflight", "help") and not first.startswith("-"):
         start(arguments, {})
     try:
         release = json.loads((root / "release.json").read_text())
@@ -317,13 +319,29 @@ def main(arguments: list[str], root: Path) -> None:
         names |= {"replaces": f"--{engine.replaces[0]}", "engine_help": engine.help}
         print(HELP.format(**{**release, **names}, draft_tokens=release["drafter"]["draft_tokens"]), end="")
         return
-    asked = parse(arguments[1:] if first == "serve" else arguments)
+    asked = parse(arguments[1:] if first in ("serve", "preflight") else arguments)
     planned = plan(release, asked, os.environ)
     only_print = "print" in asked.switches
     asks_help = any(argument == "-h" or flag(argument) == "help" for argument in asked.rest)
-    warnings = [*planned.warnings, *([] if only_print or asks_help else preflight(release, asked, planned, os.environ))]
+    warnings, refusals = list(planned.warnings), []
+    if first == "preflight" or not (only_print or asks_help):
+        from preflight import look, remember  # here, as this file is a part of a package elsewhere
+
+        found = look(release, planned.command, {**planned.env, **os.environ}, root)
+        warnings += [*found.warnings, *found.notes]
+        refusals += found.refusals
+    if first != "preflight" and not (only_print or asks_help or refusals):
+        warnings += preflight(release, asked, planned, os.environ)
+        remember(release, os.environ, root)
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
+    for refusal in refusals[:-1]:
+        print(f"error: {refusal}", file=sys.stderr)
+    if refusals:
+        raise Refused(refusals[-1])
+    if first == "preflight":
+        print("preflight: nothing is known to be wrong" + " but what is said above" * bool(warnings))
+        return
     effective = {name: os.environ.get(name, value) for name, value in sorted(release["serve"]["env"].items())}
     print(shown(planned.command, effective), file=sys.stdout if only_print else sys.stderr, flush=True)
     if not only_print:

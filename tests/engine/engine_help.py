@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
-from scripts.pipeline import pins
+from scripts.pipeline import new_series, pins
+from scripts.pipeline.series import load as load_series
+from scripts.pipeline.series import touched
 
 REPO = Path(__file__).parents[2]
 SCRIPTS = REPO / "scripts/in_image"
@@ -69,7 +71,10 @@ class Engine:
         self.write(path, after.encode())
 
     def apply(self, without: str = "") -> None:
-        """Apply the series of the release, exactly; or without one patch, and those that don't fit without it."""
+        """Apply the series of the release, exactly; or without one patch, and those that don't fit without it.
+
+        `without` is what the patch's name begins with; `001` leaves out 0010 to 0019.
+        """
         series = REPO / "patches" / self.name / self.version
         for line in (series / "tree").read_text().splitlines():
             path = line.split()[0]
@@ -80,13 +85,13 @@ class Engine:
             subprocess.run(command, check=True, capture_output=True)
             self.series = series
             return
-        names = [line for line in (series / "series").read_text().splitlines() if line.endswith(".patch")]
-        assert any(name.startswith(without) for name in names)
-        for name in names:
-            command = ["patch", "-p1", "--no-backup-if-mismatch", "-i", series / name]
-            trial = subprocess.run([*command, "--dry-run", "--force"], cwd=self.root, capture_output=True)
-            if trial.returncode == 0 and not name.startswith(without):
-                subprocess.run(command, cwd=self.root, check=True, capture_output=True)
+        patches = new_series.listed(load_series(series), series)
+        kept = {name: data for name, data in patches.items() if not name.startswith(without)}
+        assert len(kept) < len(patches), f"no patch is named {without}..."
+        files = {path: self.root / path for path in touched(load_series(series))}
+        read = {path: file.read_bytes() for path, file in files.items() if file.is_file()}
+        for path, data in new_series.move(kept, read.get, self.version).after.items():
+            self.write(path, data)
 
     def run(
         self, script: str, *arguments: str | Path, before: tuple[str, ...] = (), **options: Any
@@ -101,6 +106,20 @@ class Engine:
         assert done.stdout, done.stderr
         assert done.returncode == (0 if json.loads(done.stdout)["ok"] else 1)
         return done
+
+    def measure(self, script: str, *arguments: str | Path) -> Any:
+        """Run a script of this folder with the engine's interpreter; its last line is JSON, which is returned."""
+        env = {
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(self.root),
+            "TMPDIR": str(self.work),
+            "HOME": str(self.work),
+        }
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [self.python, Path(__file__).with_name(script), *arguments]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
 
     def contract(self, *arguments: str, before: tuple[str, ...] = (), **options: Any) -> str:
         """Run the contract, by the command `before` if there is one; returns its JSON text."""

@@ -90,6 +90,21 @@ def test_the_counts_are_exactly_those_predicted(name: str, patched: Engine, pair
         assert (counts["acceptance_length"] == k + 1) != ("partial" in name)
 
 
+@pytest.mark.parametrize("less", [0, 1])
+def test_layers_named_in_eagle_config_are_honoured(less: int, patched: Engine, tmp_path: Path) -> None:
+    """As inputs of layers, and as outputs: numbers that are one less, and begin with 1. Not the default ones."""
+    pytest.importorskip("torch")
+    name, ids, pair = "eagle_aux_hidden_state_layer_ids", [2, 5, 7], tmp_path / "pair"
+    command = [sys.executable, SCRIPTS / "oracle.py", pair, "--ids", *map(str, ids)]
+    subprocess.run(command, check=True)
+    file = pair / "drafter/config.json"
+    config = json.loads(file.read_text())
+    assert config.pop(name) == ids
+    file.write_text(json.dumps(config | {"eagle_config": {name: [i - less for i in ids]}}))
+    found = run(patched, pair, "--k", "3")
+    assert found["ok"] and found["layers"] == ids
+
+
 def test_a_drafter_that_names_no_layers_gets_the_default_ones(
     patched: Engine, pairs: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -98,7 +98,7 @@ def test_no_arguments_serve_the_pinned_models(cuda: Image) -> None:
     assert (value(words, "--host"), value(words, "--port")) == ("0.0.0.0", "8000")
     drafter = {"method": "eagle3", "model": release["drafter"]["repo"], "num_speculative_tokens": 3}
     assert json.loads(value(words, "--speculative-config")) == drafter
-    assert "VLLM_DISABLE_COMPILE_CACHE=1" in words[:at]
+    assert "VLLM_NO_USAGE_STATS=1" in words[:at]
 
 
 def test_serve_is_the_same_as_no_arguments(cuda: Image) -> None:
@@ -314,6 +314,30 @@ def test_every_option_is_in_help() -> None:
 def test_a_broken_image_is_one_line(cuda: Image) -> None:
     (cuda.root / "release.json").unlink()
     assert "release.json" in cuda.refusal("--print")
+
+
+# The preflight's rules (test_preflight.py), asked on the way.
+
+
+def test_preflight_says_what_is_wrong_and_starts_nothing(cuda: Image, tmp_path: Path) -> None:
+    done = cuda.run("preflight")
+    assert done.returncode == 0 and "nothing is known to be wrong" in done.stdout
+    assert "not checked" in done.stderr, "the models aren't here"
+    assert "--dtype" in cuda.refusal("preflight", "--dtype", "half")
+    both = cuda.run("preflight", "--dtype", "half", "-pp", "2")
+    assert both.returncode == 1 and both.stderr.count("error: ") == 2
+
+
+def test_a_start_is_refused_by_a_rule_and_allowed_by_its_name(twin: Image) -> None:
+    bad = [*models(twin), "--dtype", "half"]
+    assert "KIMI_EAGLE3_ALLOW=dtype" in twin.refusal(*bad)
+    done = twin.run(*bad, KIMI_EAGLE3_ALLOW="dtype")
+    assert done.returncode == 0 and "allows dtype" in done.stderr
+    assert "half" in json.loads(done.stdout)["args"]
+
+
+def test_printing_a_command_asks_no_rule(cuda: Image) -> None:
+    assert "half" in cuda.printed("--dtype", "half")
 
 
 # What would fail late is refused early.

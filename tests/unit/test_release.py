@@ -27,8 +27,9 @@ def test_a_release_carries_its_pins(tmp_path: Path) -> None:
 
 
 def test_a_default_for_one_release_is_not_in_another(tmp_path: Path) -> None:
-    assert made(tmp_path, "0.16.0")["serve"]["env"]["VLLM_DISABLE_COMPILE_CACHE"] == "1"
-    assert "VLLM_DISABLE_COMPILE_CACHE" not in made(tmp_path, "0.32.0")["serve"]["env"]
+    text = TEXT.replace('version = "0.16.0"', 'version = "0.16.0"\nenv = { NCCL_PROTO = "LL" }')
+    assert made(tmp_path, "0.16.0", text=text)["serve"]["env"]["NCCL_PROTO"] == "LL"
+    assert "NCCL_PROTO" not in made(tmp_path, "0.32.0", text=text)["serve"]["env"]
 
 
 def test_the_twin_gets_none_of_the_defaults_for_gpus(tmp_path: Path) -> None:
