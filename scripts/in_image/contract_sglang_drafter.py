@@ -3,9 +3,10 @@
 from typing import Any
 
 from contract_check import Context, Unmet, require
+from contract_draft import drafted
 from contract_sglang_bench import bench, captured
 from contract_sglang_start import Pair
-from contract_states import LENGTHS, TOLERANCE, prompt
+from contract_states import DISTINCT, LENGTHS, TOLERANCE, prompt
 from tiny_models import HIDDEN, LAYERS, VOCAB
 
 # Names by which drafters for Kimi-K2.5 are published.
@@ -71,43 +72,43 @@ def architectures(context: Context) -> str:
 
 
 def _runs(context: Context, kind: str, **changes: Any) -> str:
-    """A tiny drafter loads beside the target, combines three states in their order, and runs."""
+    """A tiny drafter loads beside the target, and computes what transformers' attention in the same layer does."""
     import torch
-    from safetensors.torch import load_file
 
     engine = bench(context)
-    folder = engine.drafter(kind, **changes)
+    folder = engine.drafter(kind, draft_vocab_size=None, **changes)
     pair = engine.pair(folder)
-    drafter = pair.drafter.model
-    fc = load_file(folder / "model.safetensors")["fc.weight"]
-    combined: list[Any] = []
-    # Some releases split fc over the GPUs: it then answers with a bias, too.
-    drafter.model.fc.register_forward_hook(
-        lambda _, inputs, output: combined.append(output[0] if isinstance(output, tuple) else output)
-    )
+    _require_shared(pair)
+    drafter, shared = pair.drafter.model, pair.target.model.language_model
+    calls: list[Any] = []
+    drafter.model.fc.register_forward_hook(lambda *_: calls.append(None))
     for length in LENGTHS:
         ids = prompt(length)
         states = torch.randn(length, 3 * HIDDEN, generator=torch.Generator().manual_seed(length))
         output = engine.draft(pair.drafter, ids, states)
-        require((combined[-1] - states @ fc.T).abs().max() < TOLERANCE, "the combined states are not fc of the states")
-        logits, state = output.next_token_logits, output.hidden_states
-        require(state.shape == (length, HIDDEN), f"the drafter's own states have shape {tuple(state.shape)}")
-        require(logits.shape == (1, VOCAB), f"the drafter's logits have shape {tuple(logits.shape)}")
-        require(state.isfinite().all() and logits.isfinite().all(), "the drafter gives numbers that are not finite")
-        other = engine.draft(pair.drafter, ids, states + 1).hidden_states
-        require((state - other).abs().max() > TOLERANCE, "the drafter doesn't depend on the hidden states")
-        count = len(combined)
-        again = engine.draft(pair.drafter, ids, state).hidden_states
-        require(len(combined) == count, "the drafter's own states go through fc again in the next draft step")
+        wanted, normed = drafted(kind, folder, shared.model.embed_tokens.weight[ids], states)
+        shape = tuple(output.hidden_states.shape)
+        require(shape == (length, HIDDEN), f"the drafter's own states have shape {shape}")
+        require(_near(output.hidden_states, wanted), f"the drafter's states are not transformers', {length} tokens")
+        logits = normed[-1:] @ shared.lm_head.weight.T
+        require(_near(output.next_token_logits, logits), f"the drafter's logits are not transformers', {length} tokens")
+        turned, _ = drafted(kind, folder, shared.model.embed_tokens.weight[ids], states.roll(HIDDEN, dims=-1))
+        require((wanted - turned).abs().max() > DISTINCT, "the order of the three states can't be told")
+        count = len(calls)
+        again = engine.draft(pair.drafter, ids, output.hidden_states).hidden_states
+        require(len(calls) == count, "the drafter's own states go through fc again in the next draft step")
         require(again.isfinite().all(), "the next draft step gives numbers that are not finite")
-    _require_shared(pair)
     lengths = ", ".join(map(str, LENGTHS))
-    return f"{type(drafter).__name__} loads, combines and runs, {lengths} tokens"
+    return f"{type(drafter).__name__} loads and computes what transformers does within {TOLERANCE}, {lengths} tokens"
+
+
+def _near(found: Any, wanted: Any) -> bool:
+    return found.shape == wanted.shape and bool((found - wanted).abs().max() < TOLERANCE)
 
 
 def llama(context: Context) -> str:
     """A Llama drafter."""
-    return _runs(context, "llama", draft_vocab_size=None)
+    return _runs(context, "llama")
 
 
 def mla(context: Context) -> str:
@@ -118,8 +119,8 @@ def mla(context: Context) -> str:
 
     require(name in ModelRegistry.get_supported_archs(), f"no model class is registered for {name}")
     # Training tools export it under either model type; deepseek_v3 is also that of targets with MTP layers.
-    _runs(context, "mla", draft_vocab_size=None, model_type="deepseek_v3")
-    return f"{_runs(context, 'mla', draft_vocab_size=None)}, model types kimi_k2 and deepseek_v3"
+    _runs(context, "mla", model_type="deepseek_v3")
+    return f"{_runs(context, 'mla')}, model types kimi_k2 and deepseek_v3"
 
 
 def _require_shared(pair: Pair) -> None:

@@ -135,6 +135,11 @@ def pristine(release: pins.Release, all_pins: pins.Pins) -> Wheel:
     if not hashes:
         wanted = f"{release.package}=={release.version}"
         raise Stop(f"locks/{release.lock.name}: has no hash for {wanted}: run `nox -s lock`")
+    return fetched(release, hashes, all_pins)
+
+
+def fetched(release: pins.Release, hashes: tuple[str, ...], all_pins: pins.Pins) -> Wheel:
+    """The wheel of a release by one of these hashes, from the cache or else downloaded. As `pristine`."""
     for sha256 in hashes:
         for path in sorted((cache() / sha256).glob("*.whl")):
             if not suits(path.name, all_pins.platform):

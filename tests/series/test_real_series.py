@@ -5,11 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from scripts.pipeline import check_patches, files, new_series, pins, series, wheels
+from scripts.pipeline import check_patches, diffs, files, new_series, pins, series, wheels
 from scripts.pipeline.say import Stop
 
 PINS = pins.load()
@@ -55,6 +56,45 @@ def test_no_other_release_takes_a_series(release: pins.Release) -> None:
     for other in others:
         with pytest.raises(Stop, match=r"these are other sources|there to be none"):
             judge(release.series, other)
+
+
+# Releases of SGLang after 0.5.9 that are not pinned: the next one, and the one with the last change that is backported.
+LATER = {
+    "0.5.10.post1": "a854a68b11caf6b4b55c241a44378a7cdede7ede325db85c955f131506703bc6",
+    "0.5.13": "9d26266ab7e99165098f9e173f4a5a0ef6a0b64a6f30ef0b5ee859eead37e75a",
+}
+
+
+@pytest.mark.parametrize("version", LATER)
+def test_a_later_sglang_takes_no_patch_of_0_5_9_alone_nor_all_of_them(version: str, tmp_path: Path) -> None:
+    """GNU patch takes the first of them, methods that upstream has by now, and has them twice after that."""
+    release = PINS.release("sglang", "0.5.9")
+    wheel = wheels.fetched(replace(release, version=version), (LATER[version],), PINS)
+    texts = series.load(release.series)
+    paths = series.touched(texts)
+    with pytest.raises(Stop, match="these are other sources"):
+        check_patches.judge(release.series, paths, wheel)
+    wheel.extract(paths, tmp_path / "fuzz")
+    names = series.entries(texts["series"])
+    command = ["patch", "-p1", "--force", "--no-backup-if-mismatch", "-i", release.series / names[0]]
+    assert subprocess.run(command, cwd=tmp_path / "fuzz", capture_output=True).returncode == 0
+    wrapper = (tmp_path / "fuzz/sglang/srt/models/kimi_k25.py").read_text()
+    assert wrapper.count("def set_eagle3_layers_to_capture(") == 2
+    for name in names:
+        single = tmp_path / name
+        single.mkdir()
+        patches = {name: texts[name]}
+        tree = [line for line in texts["tree"].splitlines() if line.split()[0].decode() in diffs_of(texts[name])]
+        for file, data in {**patches, "series": f"{name}\n".encode(), "tree": b"\n".join([*tree, b""])}.items():
+            (single / file).write_bytes(data)
+        with pytest.raises(Stop, match=r"these are other sources|there to be none"):
+            check_patches.judge(single, diffs_of(texts[name]), wheel)
+    check_patches.judge(tmp_path / names[0], diffs_of(texts[names[0]]), wheels.pristine(release, PINS))
+
+
+def diffs_of(patch: bytes) -> list[str]:
+    """The paths that one patch touches."""
+    return [change.path for change in diffs.parse(patch).changes]
 
 
 @each_release

@@ -14,6 +14,8 @@ sys.path.append(str(IN_IMAGE))
 
 import contract  # noqa: E402
 import contract_check  # noqa: E402
+import contract_sglang  # noqa: E402
+import contract_sglang_target  # noqa: E402
 import contract_vllm  # noqa: E402
 from contract_check import Check, Context, Unmet  # noqa: E402
 
@@ -95,23 +97,36 @@ def test_a_release_that_says_nothing_is_one_line(text: str, tmp_path: Path) -> N
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_missing_engine_makes_each_check_false_and_crashes_none(tmp_path: Path) -> None:
-    done = run("--json", "--release", release_file(tmp_path, package="no-such-thing"), "--series", tmp_path)
+@pytest.mark.parametrize(("engine", "adapter"), [("vllm", contract_vllm), ("sglang", contract_sglang)])
+def test_a_missing_engine_makes_each_check_false_and_crashes_none(engine: str, adapter: Any, tmp_path: Path) -> None:
+    release = release_file(tmp_path, engine=engine, package="no-such-thing")
+    done = run("--json", "--release", release, "--series", tmp_path)
     assert done.returncode == 1
     assert done.stderr == ""
     outcome = json.loads(done.stdout)
-    names = [check.name for check in (*contract_check.FIRST, *contract_vllm.CHECKS, *contract_check.LAST)]
+    names = [check.name for check in (*contract_check.FIRST, *adapter.CHECKS, *contract_check.LAST)]
     assert [check["name"] for check in outcome["checks"]] == names
     assert {check["name"] for check in outcome["checks"] if check["ok"]} <= {"compiler"}
     assert outcome["checks"][0]["detail"] == "no-such-thing is not installed"
     assert set(outcome) == {"engine", "version", "checks", "ok"}
 
 
-def test_names_are_listed_without_the_engine_and_are_unique(tmp_path: Path) -> None:
-    done = run("--list", "--release", release_file(tmp_path))
+@pytest.mark.parametrize(("engine", "count"), [("vllm", 15), ("sglang", 17)])
+def test_names_are_listed_without_the_engine_and_are_unique(engine: str, count: int, tmp_path: Path) -> None:
+    done = run("--list", "--release", release_file(tmp_path, engine=engine))
     names = done.stdout.split()
     assert done.returncode == 0
-    assert len(names) == len(set(names)) == 15
+    assert len(names) == len(set(names)) == count
+
+
+def test_a_call_that_passes_no_ids_is_found_by_file_and_line(tmp_path: Path) -> None:
+    call = "model.set_eagle3_layers_to_capture"
+    (tmp_path / "runner.py").write_text(f"x = 1\nself.{call}(self.eagle_aux_hidden_state_layer_ids)\n{call}()\n")
+    (tmp_path / "graphs").mkdir()
+    (tmp_path / "graphs/runner.py").write_text(f"if x:\n    {call}(layer_ids=eagle_aux_hidden_state_layer_ids)\n")
+    (tmp_path / "other.py").write_text(f"def {call.split('.')[1]}(self, layer_ids=None): ...\n{call}([2, 30, 58])\n")
+    assert contract_sglang_target.calls_without_ids(tmp_path) == (4, ["other.py:2", "runner.py:3"])
+    assert contract_sglang_target.calls_without_ids(tmp_path / "graphs") == (1, [])
 
 
 def test_what_differs_from_run_to_run_is_not_in_a_detail(tmp_path: Path) -> None:
