@@ -6,10 +6,13 @@ weights, the choice of the layers, the prefill, the drafter's steps with their p
 the greedy acceptance and its counters; and the triton attention backend, which is the one for sm_120, with its index
 arithmetic and the kernels for it.
 
-What stands in: Triton's interpreter for those kernels, and sglang_kernels.py's torch for the attention kernels and for
-two compiled ones that build and walk the tree of drafts. So what is not seen here: the kernels as a GPU runs them, CUDA
-graphs (and with them the layers that they capture, which the contract looks at), the overlapped schedule, tensor
-parallelism, and the server.
+What stands in: Triton's interpreter for those kernels; torch for the attention kernels and, where the release has them
+compiled only, for the two that build and walk the tree of drafts (sglang_kernels.py). Where the engine asks whether it
+runs on CUDA, it takes the other branch, which in 0.5.23 is also another way to raise the position after a draft step.
+
+So not seen here: kernels as a GPU runs them, CUDA graphs (the contract looks at which layers they capture), the
+overlapped schedule, batches of several requests, sampling, trees of several branches, the radix cache, tensor
+parallelism, quantised weights, and the server.
 """
 
 import inspect
