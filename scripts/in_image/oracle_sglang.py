@@ -99,9 +99,11 @@ def answer(prompt: Sequence[int], max_tokens: int) -> tuple[list[int], list[int]
     (request,) = scheduler.waiting_queue
     with suppress(Idle):
         scheduler.event_loop_normal()
+    if request.finished_reason is None:
+        raise Failure("does-not-run", f"the scheduler stops after {len(request.output_ids)} of {max_tokens} tokens")
     reason = type(request.finished_reason).__name__
     if reason != "FINISH_LENGTH":
-        raise Failure("does-not-run", f"the request ends with {reason}: {request.finished_reason}")
+        raise Failure("does-not-run", f"the request ends with {reason}: {vars(request.finished_reason)}")
     return list(request.output_ids), [n for n, count in enumerate(_histogram(request)) for _ in range(count)]
 
 
@@ -112,7 +114,7 @@ def _idle() -> None:
 def _drafter(worker: Any) -> Any:
     """The drafter's model, in a worker of the first or the second version."""
     inner = getattr(worker, "draft_worker", worker)
-    return getattr(inner, "draft_runner", None) or inner.draft_model_runner.model
+    return (getattr(inner, "draft_runner", None) or inner.draft_model_runner).model
 
 
 def _histogram(request: Any) -> list[int]:
