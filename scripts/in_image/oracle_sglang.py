@@ -32,6 +32,7 @@ from oracle_run import Failure, Run
 # accepted. Two names each, of earlier and of later releases.
 IDLE = ("self_check_during_idle", "on_idle")
 HISTOGRAM = ("spec_acceptance_histogram", "spec_correct_drafts_histogram")
+KEPT_BACK = 16  # more than the tokens of a sequence (6) that the scheduler allows no request
 
 
 class Idle(Exception):
@@ -49,7 +50,7 @@ class Pair:
     models: tuple[str, str] = ("", "")
 
     def __init__(self, folder: Path, work: Path, max_len: int, most_draft_tokens: int) -> None:
-        self.engine = Bench(work, folder / "target", max_len, most_draft_tokens, dtype="bfloat16")
+        self.engine = Bench(work, folder / "target", max_len + KEPT_BACK, most_draft_tokens, dtype="bfloat16")
         self.drafter = folder / "drafter"
         self.process: ProcessPoolExecutor | None = None
         sglang_kernels.stand_in()
