@@ -5,10 +5,11 @@ from dataclasses import replace
 
 from scripts.pipeline import adapters, files, ladder, say, server
 from scripts.pipeline.adapters import Adapter
-from scripts.pipeline.ladder import Answer, Measured, Rung
+from scripts.pipeline.ladder import Answer, Counters, Measured, Rung
 from scripts.pipeline.trials import Group, Trial
 
 LOG_LINES = 20
+WARM_UP, WARM_UP_TOKENS = {"prompt": [1, 2, 3, 4]}, 8
 
 
 def report(rung: Rung) -> Rung:
@@ -36,14 +37,17 @@ def answers(up: server.Server, adapter: Adapter, model: str, group: Group) -> tu
 def measure(up: server.Server, adapter: Adapter, model: str, group: Group) -> Measured:
     """Ask all prompts of a group, with the counters read before and after.
 
-    Counters follow an answer with some delay, so they are read again until they have all its tokens.
+    Counters follow an answer with some delay, so they are read again until they have all its tokens. What answers tell
+    of their own drafts was nothing before they were asked for.
     """
-    before = adapters.counters(server.ask(up, adapter.metrics), adapter)
+    text = server.ask(up, adapter.metrics)
     got = answers(up, adapter, model, group)
+    told = adapters.all_told(got)
+    before = adapters.counters(text, adapter, told.since(told) if isinstance(told, Counters) else told)
     ours = sum(answer.generated for answer in got)
     deadline = time.monotonic() + server.SETTLE_S
     while True:
-        after = adapters.counters(server.ask(up, adapter.metrics), adapter)
+        after = adapters.counters(server.ask(up, adapter.metrics), adapter, told)
         if isinstance(before, str) or isinstance(after, str) or after.generated - before.generated >= ours:
             return Measured(group.kind, before, after, got)
         if time.monotonic() > deadline:
@@ -82,6 +86,8 @@ def climb(up: server.Server, adapter: Adapter, trial: Trial, pinned: str, instal
         return ladder.whole(rungs)
     try:
         model = server.model_name(up, adapter)
+        if adapter.told:  # its counters aren't there before they have counted something
+            server.generate(up, adapter, model, WARM_UP, WARM_UP_TOKENS)
         measured = [measure(up, adapter, model, group) for group in trial.groups]
     except (OSError, server.Garbled) as error:
         return ladder.whole([*rungs, report(failed_request(up, "S2", error))])

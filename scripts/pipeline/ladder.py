@@ -73,11 +73,15 @@ class Counters:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for one request. `tokens` is None where the server gave no ids; `generated` counts its tokens."""
+    """What came back for one request. `tokens` is None where the server gave no ids; `generated` counts its tokens.
+
+    `told` is what it says of its own drafts, or the name of what is missing; None where the engine counts them itself.
+    """
 
     text: str
     tokens: tuple[int, ...] | None
     generated: int
+    told: Counters | str | None = None
 
 
 @dataclass(frozen=True)
@@ -239,7 +243,7 @@ def speculation(measured: Sequence[Measured], k: int) -> Rung:
     for m in measured:
         if isinstance(m.before, str) or isinstance(m.after, str):
             name = m.before if isinstance(m.before, str) else m.after
-            return failed("S2", "counters-missing", f"/metrics has no {name}")
+            return failed("S2", "counters-missing", f"there is no {name}")
         if len(m.before.per_position) != len(m.after.per_position):
             return failed("S2", "counters-reset", "the number of draft positions changed between the two readings")
     d = total(measured)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from scripts.pipeline import containers
+from scripts.pipeline import adapters, containers
 from scripts.pipeline.adapters import Adapter
 from scripts.pipeline.ladder import Answer
 from scripts.pipeline.say import Stop
@@ -227,32 +227,25 @@ def generate(server: Server, adapter: Adapter, model: str, prompt: Mapping[str, 
 
     Raises OSError where the request fails, Garbled where what comes back can't be read.
     """
-    path = adapter.chat if "messages" in prompt else adapter.completions
-    body = {"model": model, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    text = ask(server, path, {**body, **prompt}, os.environ.get(adapter.api_key, ""), GENERATE_S)
+    path, body = adapters.request(adapter, model, prompt, max_tokens)
+    text = ask(server, path, body, os.environ.get(adapter.api_key, ""), GENERATE_S)
     try:
-        data = json.loads(text)
-        choice, generated = data["choices"][0], int(data["usage"]["completion_tokens"])
-        message = choice.get("message") or {}
-        said = choice["text"] if not message else "".join(
-            str(message.get(part) or "") for part in ("reasoning", "reasoning_content", "content")
-        )  # fmt: skip
-        ids = choice.get("token_ids")
-        tokens = tuple(int(token) for token in ids) if ids is not None else None
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        answer = adapters.answer(adapter, json.loads(text))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise Garbled(f"{path} answers {text[:80]!r}, which can't be read ({type(error).__name__}: {error})") from None
-    if generated != max_tokens or (tokens is not None and len(tokens) != generated):
+    if answer.generated != max_tokens or (answer.tokens is not None and len(answer.tokens) != answer.generated):
         raise Garbled(
-            f"{path} gave {generated if tokens is None else len(tokens)} tokens and counted {generated};"
-            f" {max_tokens} were asked for"
+            f"{path} gave {answer.generated if answer.tokens is None else len(answer.tokens)} tokens and counted"
+            f" {answer.generated}; {max_tokens} were asked for"
         )
-    return Answer(str(said), tokens, generated)
+    return answer
 
 
 def served_version(server: Server, adapter: Adapter) -> str | None:
     """The version that the server answers; None where it says none."""
     try:
-        found = json.loads(ask(server, adapter.version)).get(adapter.version_key)
+        text = ask(server, adapter.version, key=os.environ.get(adapter.api_key, ""))
+        found = json.loads(text).get(adapter.version_key)
     except (OSError, ValueError, AttributeError):
         return None
     return str(found) if found else None

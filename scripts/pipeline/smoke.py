@@ -177,6 +177,11 @@ def chosen_release(engine_name: str, all_pins: pins.Pins, options: argparse.Name
     version, _, variant = tag.partition("-")
     default = "cuda" if options.gpus or options.base_url else "cpu"
     variant = options.variant or (variant or "cuda" if tag else default)
+    if variant == "cpu" and not any((r.engine, r.variant) == (engine_name, "cpu") for r in all_pins.releases):
+        raise say.Stop(
+            f"{engine_name} has no twin, so its server needs GPUs: add --gpus, or --base-url for one that is up;"
+            f" without a GPU, `nox -s build-{engine_name}` runs the oracle in a process"
+        )
     return all_pins.release(engine_name, options.version or version or None, variant)
 
 
@@ -185,6 +190,7 @@ def planned_trials(
 ) -> tuple[Trial, ...]:
     """What to run, in order. `oracle` is a folder with the oracle that we made, None where another pair is tested."""
     found = []
+    chats = bool(adapters.adapter(release.engine, release.version).chat)
     for k in options.k or [release.drafter.draft_tokens]:
         if k < 1:
             raise say.Stop(f"--k {k}: give 1 or more; without a drafter there's nothing to test")
@@ -192,11 +198,12 @@ def planned_trials(
             found.append(trials.oracle_trial(oracle, k, f"oracle.py {shlex.join(oracle_options(release, options))}"))
         else:
             target = options.target or all_pins.target.repo
-            found.append(trials.trial_for(all_pins, target, options.drafter, release.drafter.model.repo, k))
+            own = release.drafter.model.repo
+            found.append(trials.trial_for(all_pins, target, options.drafter, own, k, chats))
     if oracle and options.gpus and not options.oracle_only:
         revision = f"@{all_pins.target.revision}" if all_pins.target.revision else ""
-        own = release.drafter
-        found.append(trials.pinned_trial(all_pins, all_pins.target.repo + revision, own.model.repo, own.draft_tokens))
+        target, drafter = all_pins.target.repo + revision, release.drafter
+        found.append(trials.pinned_trial(all_pins, target, drafter.model.repo, drafter.draft_tokens, chats))
     if options.expect_acceptance is not None:
         if oracle and options.gpus and not options.oracle_only:
             raise say.Stop("--expect-acceptance is for one pair: give --target and --drafter, or --oracle-only")
@@ -206,9 +213,10 @@ def planned_trials(
     return tuple(found)
 
 
-def try_server(adapter: Adapter, all_pins: pins.Pins, options: argparse.Namespace) -> dict[str, Any]:
+def try_server(engine_name: str, all_pins: pins.Pins, options: argparse.Namespace) -> dict[str, Any]:
     """Climb with a server that is already up, and return the receipt."""
-    release = chosen_release(adapter.engine, all_pins, options)
+    release = chosen_release(engine_name, all_pins, options)
+    adapter = adapters.adapter(engine_name, release.version)
     url = options.base_url.rstrip("/")
     (trial, *more) = planned_trials(all_pins, release, options, None)
     if more or options.compare_plain:
@@ -221,20 +229,21 @@ def try_server(adapter: Adapter, all_pins: pins.Pins, options: argparse.Namespac
     return receipt.make(release, None, url, {}, [run])
 
 
-def try_image(adapter: Adapter, all_pins: pins.Pins, options: argparse.Namespace) -> dict[str, Any]:
+def try_image(engine_name: str, all_pins: pins.Pins, options: argparse.Namespace) -> dict[str, Any]:
     """Climb with an image, and return the receipt."""
     if bool(options.target) != bool(options.drafter):
         raise say.Stop("--target and --drafter belong together: give both, or none to test the oracle")
     if options.target and options.oracle:
         raise say.Stop("--oracle and --target exclude each other")
-    release = None if options.image else chosen_release(adapter.engine, all_pins, options)
+    release = None if options.image else chosen_release(engine_name, all_pins, options)
     if options.variant == "cuda" and not options.gpus:
         raise say.Stop("--variant cuda is for GPUs: add --gpus, or test the twin (--variant cpu)")
     engine = containers.find()
     if options.gpus:
         require_gpus(engine)
     image = inspect(engine, all_pins.image(release) if release else options.image)
-    release = release or chosen_release(adapter.engine, all_pins, options, image.labels.get(VERSION_LABEL, ""))
+    release = release or chosen_release(engine_name, all_pins, options, image.labels.get(VERSION_LABEL, ""))
+    adapter = adapters.adapter(engine_name, release.version)
     if release.variant == "cuda" and not options.gpus:
         raise say.Stop(f"{image.reference} is for GPUs: add --gpus, or test the twin (--variant cpu)")
     with oracle_folder(engine, image.id, release, options) as oracle:
@@ -308,7 +317,6 @@ def terminate(*_: object) -> NoReturn:
 def job(argv: list[str]) -> None:
     """Test what the arguments choose, write the receipt, and fail with the first rung that failed."""
     engine_name, *rest = argv
-    adapter = adapters.adapter(engine_name)
     options = arguments(engine_name).parse_args(rest)
     for name in options.env:
         if "=" not in name and name not in os.environ:
@@ -319,7 +327,7 @@ def job(argv: list[str]) -> None:
         raise say.Stop(f"{options.base_url} is no address of a server: write http://HOST:PORT")
     signal.signal(signal.SIGTERM, terminate)
     all_pins = pins.load()
-    made = (try_server if options.base_url else try_image)(adapter, all_pins, options)
+    made = (try_server if options.base_url else try_image)(engine_name, all_pins, options)
     if path := options.receipt or own_receipt(made):
         receipt.write(path, made)
         say.step(f"receipt: {path}")

@@ -94,8 +94,16 @@ def drafter_for(all_pins: pins.Pins, name: str) -> pins.Drafter | None:
     return next((drafter for drafter in all_pins.drafters if drafter.model.repo == name.partition("@")[0]), None)
 
 
-def pinned_trial(all_pins: pins.Pins, target: str, drafter: str, k: int) -> Trial:
-    """The real target with a drafter: conversations by kind, the drafter's floor, what others measured."""
+def pinned_trial(all_pins: pins.Pins, target: str, drafter: str, k: int, chats: bool = True) -> Trial:
+    """The real target with a drafter: conversations by kind, the drafter's floor, what others measured.
+
+    Without `chats`, where the engine doesn't tell the drafts of conversations, it goes on with plain text, for which
+    nobody has measured anything.
+    """
+    if not chats:
+        why = "this release tells drafts for plain text alone, and what is published is for conversations"
+        return replace(own_trial(target, drafter, k), pair="pinned", expected=Expected(k, no_figures=why),
+                       deadline=DEADLINES["pinned"])  # fmt: skip
     known = drafter_for(all_pins, drafter)
     expected = Expected(
         k,
@@ -121,15 +129,15 @@ def own_trial(target: str, drafter: str, k: int) -> Trial:
     return Trial("own", target, drafter, k, (group,), Expected(k), DEADLINES["own"])
 
 
-def trial_for(all_pins: pins.Pins, target: str, drafter: str | None, pinned: str, k: int) -> Trial:
+def trial_for(all_pins: pins.Pins, target: str, drafter: str | None, pinned: str, k: int, chats: bool = True) -> Trial:
     """What a target and a drafter are: the oracle, the pinned target, or somebody's own pair.
 
-    Without a drafter it is the oracle's own, or the `pinned` one.
+    Without a drafter it is the oracle's own, or the `pinned` one. `chats` is as for pinned_trial.
     """
     folder = Path(target).resolve()
     if (folder.parent / "oracle.json").is_file() and folder.name == "target":
         trial = oracle_trial(folder.parent, k)
         return replace(trial, drafter=drafter) if drafter else trial
     if target.partition("@")[0] == all_pins.target.repo:
-        return pinned_trial(all_pins, target, drafter or pinned, k)
+        return pinned_trial(all_pins, target, drafter or pinned, k, chats)
     return own_trial(target, drafter or pinned, k)

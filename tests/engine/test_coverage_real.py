@@ -1,7 +1,7 @@
 """coverage.py against NVIDIA's own cuobjdump, on the shared objects of released wheels.
 
-Needs KIMI_EAGLE3_VENV_0_16_0 or KIMI_EAGLE3_VENV_0_32_0 (or both): the Python interpreter of an environment that
-holds the release. cuobjdump is the one that comes with Triton, or that of KIMI_EAGLE3_CUOBJDUMP. Files are read only.
+Needs KIMI_EAGLE3_VENV_<version with underscores>, of one release or more: the Python interpreter of an environment that
+holds it. cuobjdump is the one that comes with Triton, or that of KIMI_EAGLE3_CUOBJDUMP. Files are read only.
 """
 
 import importlib.util
@@ -42,6 +42,13 @@ OBJECTS = {
     ],
 }
 OBJECTS["0.33.0"] = OBJECTS["0.32.0"]
+# SGLang.
+OBJECTS["0.5.9"] = [
+    "sgl_kernel/sm100/common_ops.abi3.so",
+    "sgl_kernel/flash_ops.abi3.so",
+    "sgl_kernel/flashmla_ops.abi3.so",
+]
+OBJECTS["0.5.23"] = OBJECTS["0.5.9"]
 KINDS = ("native", "ptx", "none")
 # What the serving path finds on sm_120, and what must not be taken for it: path -> (status, *KINDS).
 KNOWN = {
@@ -66,6 +73,16 @@ KNOWN = {
         "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": ("none", 0, 0, 192),
         "vllm/_flashmla_C.abi3.so": ("none", 0, 0, 53),
     },
+    "0.5.9": {
+        "sgl_kernel/sm100/common_ops.abi3.so": ("native", 74, 0, 0),
+        "sgl_kernel/flash_ops.abi3.so": ("none", 0, 0, 182),
+        "sgl_kernel/flashmla_ops.abi3.so": ("none", 0, 0, 11),
+    },
+    "0.5.23": {
+        "sgl_kernel/sm100/common_ops.abi3.so": ("native", 35, 0, 0),
+        "sgl_kernel/flash_ops.abi3.so": ("none", 0, 0, 372),
+        "sgl_kernel/flashmla_ops.abi3.so": ("none", 0, 0, 57),
+    },
 }
 
 
@@ -83,7 +100,7 @@ CASES = [(version, name) for version in SITES for name in OBJECTS[version]]
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(not SITES, reason="KIMI_EAGLE3_VENV_0_16_0 and KIMI_EAGLE3_VENV_0_32_0 name no interpreter"),
+    pytest.mark.skipif(not SITES, reason="no KIMI_EAGLE3_VENV_* names an interpreter"),
 ]
 
 
@@ -142,7 +159,7 @@ def test_a_whole_release_passes_with_its_serving_objects_and_fails_with_one_too_
     version: str, tmp_path: Path
 ) -> None:
     pins = tomllib.loads((REPO / "pins.toml").read_text())
-    (entry,) = (r for r in pins["release"] if (r["engine"], r["version"]) == ("vllm", version))
+    (entry,) = (r for r in pins["release"] if r["version"] == version)
     release = tmp_path / "release.json"
     release.write_text(json.dumps({"arch": pins["gpu"]["arch"], "serving_objects": entry["serving_objects"]}))
 
@@ -156,5 +173,7 @@ def test_a_whole_release_passes_with_its_serving_objects_and_fails_with_one_too_
     objects = {item["path"]: item for item in record["objects"]}
     found = {path: (objects[path]["status"], *map(objects[path]["fat_binaries"].get, KINDS)) for path in KNOWN[version]}
     assert found == KNOWN[version]
-    status, record = run("--require", "vllm/_flashmla_C.abi3.so")
-    assert status == 1 and "vllm/_flashmla_C.abi3.so: nothing in it runs on sm_120" in record["errors"][0]
+    idle = next(path for path, (status, *_) in KNOWN[version].items() if status == "none")
+    assert idle not in entry["serving_objects"]
+    status, record = run("--require", idle)
+    assert status == 1 and f"{idle}: nothing in it runs on sm_120" in record["errors"][0]

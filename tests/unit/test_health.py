@@ -73,6 +73,7 @@ def test_a_proxy_of_the_environment_is_not_asked(tmp_path: Path, port: int) -> N
         ([], "http://127.0.0.1:8000/health"),
         (["docker-init", "--", "python3", "entrypoint.py", "--port=9000"], "http://127.0.0.1:9000/health"),
         (["vllm", "--port", "8000", "--port", "9000"], "http://127.0.0.1:9000/health"),
+        (["python3", "-m", "sglang.launch_server", "--port", "30000"], "http://127.0.0.1:30000/health"),
         (["vllm", "--ssl_certfile", "c.pem", "--port", "9000"], "https://127.0.0.1:9000/health"),
         (["vllm", "--data-parallel-rpc-port", "9000"], "http://127.0.0.1:8000/health"),
     ],

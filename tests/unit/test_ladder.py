@@ -255,5 +255,5 @@ def test_counters_are_summed_over_the_engines_of_a_server_and_read_past_names_th
 
 def test_the_first_counter_that_is_missing_is_named() -> None:
     names = adapters.VLLM
-    assert adapters.counters("", names) == names.generated
-    assert adapters.counters(f"{names.generated} 97\n{names.drafts}x 3", names) == names.drafts
+    assert adapters.counters("", names) == f"{names.generated} in /metrics"
+    assert adapters.counters(f"{names.generated} 97\n{names.drafts}x 3", names) == f"{names.drafts} in /metrics"
