@@ -1,6 +1,6 @@
 """The contract: what an engine must satisfy so that Kimi-K2.5 runs with an EAGLE-3 drafter.
 
-    python3 contract.py [--json] [--list] [--only NAME,...] [--release FILE] [--series DIR] [--verbose]
+    python3 contract.py [--json] [--list] [--only NAME,...] [--drafter DIR] [--release FILE] [--series DIR] [--verbose]
 
 Runs inside an image, as any user, without a GPU or a network, and leaves nothing behind. Prints a table (or JSON with
 --json): the name of each check, whether it holds, and one line on what was seen. Exit 0 when all hold, 1 otherwise.
@@ -139,12 +139,22 @@ def choose(checks: Sequence[Check], only: str | None) -> list[Check]:
     return [check for check in checks if check.name in wanted]
 
 
+def of_drafter(adapter: Any, folder: Path | None) -> list[Check]:
+    """The check of a real drafter's folder, where one is named. Raises Unmet where the engine has none."""
+    if folder is None:
+        return []
+    if not hasattr(adapter, "drafter_check"):
+        raise Unmet("--drafter: no check of a drafter's config is written for this engine")
+    return [adapter.drafter_check(folder.resolve())]
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="Check that this engine can run Kimi-K2.5 with an EAGLE-3 drafter.")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--list", action="store_true", help="name the checks and run none")
     parser.add_argument("--only", metavar="NAME,...", help="run these checks alone")
+    parser.add_argument("--drafter", type=Path, metavar="DIR", help="check the config of this drafter, too")
     parser.add_argument("--release", type=Path, default=HOME / "release.json", metavar="FILE")
     parser.add_argument("--series", type=Path, default=HOME / "series", metavar="DIR")
     parser.add_argument("--progress", action="store_true", help="name each check as it runs, also without a terminal")
@@ -156,7 +166,7 @@ def main(arguments: Sequence[str]) -> int:
         # All of our own modules are in. The engine must not find one of them by a name that it means otherwise:
         # numba asks for a module `coverage`, and there is one in this folder.
         sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
-        checks = choose([*FIRST, *adapter.CHECKS, *LAST], options.only)
+        checks = choose([*FIRST, *adapter.CHECKS, *of_drafter(adapter, options.drafter), *LAST], options.only)
     except Unmet as unmet:
         print(f"error: {unmet}", file=sys.stderr)
         return 1

@@ -3,6 +3,10 @@
 Nothing here asks for a version. What differs between releases is found by looking at what the release has.
 """
 
+from functools import partial
+from pathlib import Path
+
+import contract_sglang_config as config
 import contract_sglang_drafter as drafter
 import contract_sglang_target as target
 from contract_check import PATCH, Check, Context, isolate
@@ -32,3 +36,9 @@ CHECKS = (
     Check("drafter-mla", drafter.mla, f"gaps 7 and 8: {PATCH}"),
     Check("sharing", drafter.sharing, "compare the EAGLE worker and its drafter's weight names with the release's own"),
 )
+
+
+def drafter_check(folder: Path) -> Check:
+    """The check of a real drafter's config.json, for whoever has one."""
+    cure = "correct the drafter's config.json, or use another drafter; a drafter belongs to one target"
+    return Check("drafter-config", partial(config.check, folder), cure)

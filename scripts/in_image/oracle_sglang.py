@@ -6,10 +6,13 @@ weights, the choice of the layers, the prefill, the drafter's steps with their p
 the greedy acceptance and its counters; and the triton attention backend, which is the one for sm_120, with its index
 arithmetic and the kernels for it.
 
-What stands in: Triton's interpreter for those kernels, and sglang_kernels.py's torch for the attention kernels and for
-two compiled ones that build and walk the tree of drafts. So what is not seen here: the kernels as a GPU runs them, CUDA
-graphs (and with them the layers that they capture, which the contract looks at), the overlapped schedule, tensor
-parallelism, and the server.
+What stands in: Triton's interpreter for those kernels; torch for the attention kernels and, where the release has them
+compiled only, for the two that build and walk the tree of drafts (sglang_kernels.py). Where the engine asks whether it
+runs on CUDA, it takes the other branch, which in 0.5.23 is also another way to raise the position after a draft step.
+
+So not seen here: kernels as a GPU runs them, CUDA graphs (the contract looks at which layers they capture), the
+overlapped schedule, batches of several requests, sampling, trees of several branches, the radix cache, tensor
+parallelism, quantised weights, and the server.
 """
 
 import inspect
@@ -29,6 +32,7 @@ from oracle_run import Failure, Run
 # accepted. Two names each, of earlier and of later releases.
 IDLE = ("self_check_during_idle", "on_idle")
 HISTOGRAM = ("spec_acceptance_histogram", "spec_correct_drafts_histogram")
+KEPT_BACK = 16  # more than the tokens of a sequence (6) that the scheduler allows no request
 
 
 class Idle(Exception):
@@ -46,7 +50,7 @@ class Pair:
     models: tuple[str, str] = ("", "")
 
     def __init__(self, folder: Path, work: Path, max_len: int, most_draft_tokens: int) -> None:
-        self.engine = Bench(work, folder / "target", max_len, most_draft_tokens, dtype="bfloat16")
+        self.engine = Bench(work, folder / "target", max_len + KEPT_BACK, most_draft_tokens, dtype="bfloat16")
         self.drafter = folder / "drafter"
         self.process: ProcessPoolExecutor | None = None
         sglang_kernels.stand_in()
@@ -96,9 +100,11 @@ def answer(prompt: Sequence[int], max_tokens: int) -> tuple[list[int], list[int]
     (request,) = scheduler.waiting_queue
     with suppress(Idle):
         scheduler.event_loop_normal()
+    if request.finished_reason is None:
+        raise Failure("does-not-run", f"the scheduler stops after {len(request.output_ids)} of {max_tokens} tokens")
     reason = type(request.finished_reason).__name__
     if reason != "FINISH_LENGTH":
-        raise Failure("does-not-run", f"the request ends with {reason}: {request.finished_reason}")
+        raise Failure("does-not-run", f"the request ends with {reason}: {vars(request.finished_reason)}")
     return list(request.output_ids), [n for n, count in enumerate(_histogram(request)) for _ in range(count)]
 
 
@@ -109,7 +115,7 @@ def _idle() -> None:
 def _drafter(worker: Any) -> Any:
     """The drafter's model, in a worker of the first or the second version."""
     inner = getattr(worker, "draft_worker", worker)
-    return getattr(inner, "draft_runner", None) or inner.draft_model_runner.model
+    return (getattr(inner, "draft_runner", None) or inner.draft_model_runner).model
 
 
 def _histogram(request: Any) -> list[int]:

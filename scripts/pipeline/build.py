@@ -134,7 +134,8 @@ def verified(all_pins: pins.Pins, release: pins.Release) -> str:
 def steps(all_pins: pins.Pins, release: pins.Release, origin: base.Base) -> tuple[Step, Step, Step]:
     """The calls of the builder that make an image: with the network, without it, and what only this engine has."""
     image, engine_image, whole = all_pins.image(release), unpatched(all_pins, release), verified(all_pins, release)
-    args = {"SOURCE_DATE_EPOCH": str(all_pins.source_date_epoch), "BASE_IMAGE": origin.reference}
+    time = {"SOURCE_DATE_EPOCH": str(all_pins.source_date_epoch)}
+    args = {**time, "BASE_IMAGE": origin.reference}
     labels = {
         "org.opencontainers.image.title": f"{release.engine} with the Kimi-K2.5 EAGLE-3 patches",
         "org.opencontainers.image.version": release.tag,
@@ -149,7 +150,7 @@ def steps(all_pins: pins.Pins, release: pins.Release, origin: base.Base) -> tupl
     return (
         Step(STACK, "engine", engine_image, args, {"kimi-eagle3.base": origin.kind}, "default"),
         Step(STACK, "verified", whole, {**args, "ENGINE_IMAGE": engine_image}, {}, "none"),
-        Step(f"Dockerfile.{release.engine}", "image", image, {**args, "VERIFIED_IMAGE": whole}, labels, "none"),
+        Step(f"Dockerfile.{release.engine}", "image", image, {**time, "VERIFIED_IMAGE": whole}, labels, "none"),
     )
 
 

@@ -11,14 +11,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.pipeline import new_series, pins
-from scripts.pipeline.series import load as load_series
-from scripts.pipeline.series import touched
+from scripts.pipeline import diffs, pins
 
 REPO = Path(__file__).parents[2]
 SCRIPTS = REPO / "scripts/in_image"
@@ -37,6 +36,32 @@ def interpreter(version: str) -> Path:
     if not path.is_file():
         pytest.fail(f"{name}: {path} doesn't exist; make the environment, or unset the variable")
     return path
+
+
+def loosely(patch: diffs.Patch, root: Path) -> dict[str, bytes] | None:
+    """The files under `root` that a patch changes, as GNU patch does it, which no image has: None where it doesn't fit.
+
+    A hunk goes where its lines are, nearest to its own place, with up to two lines of its context left out at each end.
+    """
+    changed = {}
+    for change in patch.changes:
+        file = root / change.path
+        lines = [] if change.new else diffs.split(file.read_bytes()) if file.exists() else None
+        for hunk in reversed(change.hunks):
+            for fuzz in range(3):
+                marks = [mark for mark, _ in hunk.lines]
+                head = min(fuzz, next(n for n, mark in enumerate(marks) if mark != b" "))
+                tail = min(fuzz, next(n for n, mark in enumerate(reversed(marks)) if mark != b" "))
+                core = replace(hunk, start=hunk.start + head, lines=hunk.lines[head : len(marks) - tail])
+                found = [0] if change.new else diffs.places(lines or [], core.old)
+                if lines is not None and found:
+                    start = min(found, key=lambda at, near=core.start: abs(at - near))  # type: ignore[misc]
+                    lines = diffs.splice(lines, [replace(core, start=start)])
+                    break
+            else:
+                return None
+        changed[change.path] = b"".join(lines or [])
+    return changed
 
 
 class Engine:
@@ -85,13 +110,12 @@ class Engine:
             subprocess.run(command, check=True, capture_output=True)
             self.series = series
             return
-        patches = new_series.listed(load_series(series), series)
-        kept = {name: data for name, data in patches.items() if not name.startswith(without)}
-        assert len(kept) < len(patches), f"no patch is named {without}..."
-        files = {path: self.root / path for path in touched(load_series(series))}
-        read = {path: file.read_bytes() for path, file in files.items() if file.is_file()}
-        for path, data in new_series.move(kept, read.get, self.version).after.items():
-            self.write(path, data)
+        names = [line for line in (series / "series").read_text().splitlines() if line.endswith(".patch")]
+        assert any(name.startswith(without) for name in names), f"no patch is named {without}..."
+        for name in (name for name in names if not name.startswith(without)):
+            changed = loosely(diffs.parse((series / name).read_bytes()), self.root)
+            for path, data in (changed or {}).items():
+                self.write(path, data)
 
     def run(
         self, script: str, *arguments: str | Path, before: tuple[str, ...] = (), **options: Any

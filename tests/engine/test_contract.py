@@ -99,8 +99,9 @@ NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can run it as somebody else, and without a network")
 @pytest.mark.skipif(not all(map(shutil.which, ("unshare", "ip", "setpriv"))), reason="needs util-linux and iproute2")
-def test_any_user_gets_the_same_bytes_without_a_network_and_leaves_nothing(tmp_path: Path) -> None:
-    engine = Engine("0.32.0", tmp_path)
+@pytest.mark.parametrize("version", ["0.32.0", "0.5.9"])
+def test_any_user_gets_the_same_bytes_without_a_network_and_leaves_nothing(version: str, tmp_path: Path) -> None:
+    engine = Engine(version, tmp_path)
     mine = engine.contract()
     assert list(engine.work.iterdir()) == []
     for folder in [tmp_path, *tmp_path.parents]:

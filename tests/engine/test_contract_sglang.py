@@ -2,6 +2,7 @@
 
 The gaps are numbered as the patches of 0.5.9 are, and as the cures of the checks name them. Gap 1 makes false what goes
 through the wrapper; gap 3 the states at ids that a drafter states by input; 7 and 8 what an MLA drafter needs.
+Gap 9, the positions of draft steps, is for the oracle to see: test_oracle_in_process.py.
 """
 
 from collections.abc import Callable

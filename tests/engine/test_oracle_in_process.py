@@ -85,6 +85,7 @@ def test_the_counts_are_exactly_those_predicted(name: str, patched: Engine, pair
     found = run(patched, pairs[name])
     oracle = json.loads((pairs[name] / "oracle.json").read_text())
     assert found["ok"] and found["layers"] == oracle["oracle"]["ids"]
+    assert found["models"][0] == "KimiK25ForConditionalGeneration" and "Eagle3" in found["models"][1]
     for counts, k in zip(found["runs"], (1, 3, 5), strict=True):
         assert counts == {"k": k} | {count: oracle["k"][str(k)][count] for count in COUNTS}
         assert (counts["acceptance_length"] == k + 1) != ("partial" in name)

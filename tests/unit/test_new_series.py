@@ -164,8 +164,8 @@ def test_a_patch_is_made_of_edited_files(release: pins.Release, tmp_path: Path) 
     (release.series / "0002-step.patch.rej").unlink()
     edited = write_root(tmp_path / "edited", {"vllm/b.py": b"b = 8", "vllm/c.py": b"c = 2\n", "vllm/d.py": b"d = 1\n"})
     new_series.add(release, "0002-more.patch", edited, pins.load())
-    listing = (release.series / "series").read_bytes()
-    assert series.entries(listing) == ["0001-step.patch", "0002-more.patch"] and b"\n\n" not in listing
+    assert series.entries((release.series / "series").read_bytes()) == ["0001-step.patch", "0002-more.patch"]
+    assert b"\n\n" not in (release.series / "series").read_bytes()
     root = write_root(tmp_path / "root", {"vllm/a.py": b"# new\n" + LINES, "vllm/b.py": b"b = 1\n"})
     assert apply(release.series, root).returncode == 0
     assert (root / "vllm/b.py").read_bytes() == b"b = 8" and (root / "vllm/d.py").read_bytes() == b"d = 1\n"

@@ -292,6 +292,55 @@ def test_what_is_not_said_about_an_image_is_read_from_its_label(tag: str, argume
     assert smoke.chosen_release("vllm", pins.load(), options, tag).name == name
 
 
+def test_an_engine_without_a_twin_says_what_its_server_needs() -> None:
+    with pytest.raises(Stop, match="sglang has no twin, so its server needs GPUs: add --gpus, or --base-url"):
+        smoke.job(["sglang"])
+
+
+def test_sglang_is_asked_for_plain_text_and_conversations_in_its_own_words() -> None:
+    old, new = (adapters.adapter("sglang", version) for version in ("0.5.9", "0.5.23"))
+    greedy = {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True}
+    assert adapters.request(old, "m", {"prompt": [1, 2]}, 5) == (
+        "/generate", {"input_ids": [1, 2], "sampling_params": greedy}
+    )  # fmt: skip
+    assert adapters.request(new, "m", {"prompt": "a"}, 5)[1] == {"text": "a", "sampling_params": greedy}
+    path, body = adapters.request(new, "m", {"messages": []}, 5)
+    assert path == "/v1/chat/completions" and body["return_meta_info"] and body["return_token_ids"]
+    said = {"message": {"reasoning_content": "a", "content": "b"}, "response_token_ids": [1, 2], "meta_info": {}}
+    answer = adapters.answer(new, {"choices": [said], "usage": {"completion_tokens": 2}})
+    assert (answer.text, answer.tokens, answer.told) == ("ab", (1, 2), ladder.Counters(0, 0, 0, 0, ()))
+
+
+def test_an_adapter_holds_from_its_version_on_and_before_the_first_there_is_none() -> None:
+    assert adapters.adapter("sglang", "0.5.22") == adapters.adapter("sglang", "0.5.9")
+    assert adapters.adapter("sglang", "0.6.0").told != adapters.adapter("sglang", "0.5.9").told
+    with pytest.raises(Stop, match=r"no smoke test for sglang 0\.5\.8"):
+        adapters.adapter("sglang", "0.5.8")
+
+
+def test_where_conversations_tell_nothing_the_pinned_pair_is_asked_for_plain_text_and_held_to_no_figure() -> None:
+    all_pins = pins.load()
+    for version, kinds in (("0.5.9", {"plain"}), ("0.5.23", {"chat", "maths", "coding"})):
+        options = namespace(target=all_pins.target.repo, k=[3])
+        (trial,) = smoke.planned_trials(all_pins, all_pins.release("sglang", version), options, None)
+        assert trial.pair == "pinned" and {group.kind for group in trial.groups} == kinds
+        assert (trial.expected.floor is None) == (not trial.expected.figures) == (kinds == {"plain"})
+
+
+def test_what_answers_tell_is_summed_and_a_name_that_is_missing_is_told() -> None:
+    names = adapters.SGLANG.told
+    assert names is not None
+    meta = {names.drafts: 4, names.draft_tokens: 12, names.accepted: 6, names.histogram: [1, 0, 3]}
+    one = adapters.told(names, meta)
+    assert one == ladder.Counters(0, 4, 12, 6, (3, 3, 0))
+    answers = [ladder.Answer("", None, 1, told) for told in (one, adapters.told(names, {}), one)]
+    assert adapters.all_told(answers) == ladder.Counters(0, 8, 24, 12, (6, 6, 0))
+    for name in (names.draft_tokens, names.accepted, names.histogram):
+        missing = adapters.told(names, {key: value for key, value in meta.items() if key != name})
+        assert missing == f"{name} in an answer's meta_info"
+    assert adapters.all_told([ladder.Answer("", None, 1)]) is None
+
+
 def test_somebodys_own_pair_leaves_the_receipt_of_the_image_alone() -> None:
     image = {"id": f"sha256:{'a' * 64}"}
     assert smoke.own_receipt({"image": image, "runs": [{"pair": "oracle"}]})
