@@ -111,7 +111,7 @@ def test_names_are_listed_without_the_engine_and_are_unique(tmp_path: Path) -> N
     done = run("--list", "--release", release_file(tmp_path))
     names = done.stdout.split()
     assert done.returncode == 0
-    assert len(names) == len(set(names)) == 15
+    assert len(names) == len(set(names)) == 16
 
 
 def test_what_differs_from_run_to_run_is_not_in_a_detail(tmp_path: Path) -> None:
