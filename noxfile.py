@@ -39,6 +39,12 @@ def smoke_vllm(session: nox.Session) -> None:
 
 
 @nox.session
+def reproduce(session: nox.Session) -> None:
+    """Build a release twice without any cache, and show which layer, and which file in it, differs."""
+    job(session, "reproduce")
+
+
+@nox.session
 def report(session: nox.Session) -> None:
     """Write one page of all receipts: what was tested, acceptance beside the published figures, what is open."""
     job(session, "report")

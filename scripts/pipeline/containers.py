@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, Unpack
 
+from scripts.pipeline import image_config
 from scripts.pipeline.say import Stop, note
 
 if TYPE_CHECKING:
@@ -234,8 +235,62 @@ def build(engine: ContainerEngine, **what: Unpack[What]) -> str:
     if code:
         raise Stop(f"build of {tag} failed {failure(lines)}" + _cure(lines, engine))
     if built := image_id(engine, tag):
-        return built
+        return _without_times(engine, tag, built, int(what["args"]["SOURCE_DATE_EPOCH"]))
     raise Stop(f"{engine} says that it built {tag} and has no such image: `{engine.kind} image ls` shows what it has")
+
+
+def _without_times(engine: ContainerEngine, tag: str, built: str, epoch: int) -> str:
+    """Give an image that was built the config of image_config.py, and return its id: the same for the same layers.
+
+    Where that can't be done, the image stays as it is, and this is said.
+    """
+    image = inspect(engine, tag)
+    try:
+        if engine.kind == "podman":
+            config = image_config.normal(image, image_config.podman_steps(image["History"]), epoch)
+            pinned = _pull_config(engine, config, tag) if config and not engine.endpoint else None
+        else:
+            pinned = _load_config(engine, image, tag, epoch)
+    except (Stop, KeyError, OSError) as why:
+        note(f"{tag}: its config stays as the builder wrote it ({_last_line(str(why))})")
+        return built
+    if pinned is None:
+        note(f"{tag}: its config stays as the builder wrote it: its layers are the same in each build, its id is not")
+    return pinned or built
+
+
+def _load_config(engine: ContainerEngine, image: Mapping[str, Any], tag: str, epoch: int) -> str | None:
+    """Docker: the id of the image with the config of every build; None where it isn't to be had."""
+    from docker.errors import DockerException
+
+    with client(engine) as api:
+        try:
+            history = api.images.get(tag).history()
+            if all(step["Created"] <= epoch for step in history):
+                return str(image["Id"])  # a builder that knows SOURCE_DATE_EPOCH
+            config = image_config.normal(image, image_config.docker_steps(history), epoch)
+            if config is None:
+                return None
+            api.images.load(image_config.docker_archive(config, tag))
+            if image_id(engine, tag) != (pinned := image_config.image_id(config)):
+                return None
+            if image["Id"] != pinned and not api.images.get(image["Id"]).tags:
+                api.images.remove(image["Id"])
+        except DockerException as error:
+            raise Stop(_last_line(str(error))) from None
+    return pinned
+
+
+def _pull_config(engine: ContainerEngine, config: bytes, tag: str) -> str | None:
+    """podman: the same. The image as built stays, without a name: podman's cache is made of such images."""
+    with tempfile.TemporaryDirectory(prefix="podman-") as folder:
+        image_config.podman_folder(config, Path(folder))
+        code, _, error = _ask([engine.client, "pull", "--quiet", f"dir:{folder}"])
+    if code:
+        raise Stop(_last_line(error))
+    pinned = image_config.image_id(config)
+    code, _, error = _ask([engine.client, "tag", pinned.removeprefix("sha256:"), tag])
+    return pinned if not code and image_id(engine, tag) == pinned else None
 
 
 def build_environment(engine: ContainerEngine) -> dict[str, str]:
@@ -411,23 +466,30 @@ def _cure(lines: Sequence[str], engine: ContainerEngine) -> str:
 
 def image_id(engine: ContainerEngine, ref: str) -> str | None:
     """The id (`sha256:...`) of an image, or None where there's no such image."""
-    found = str(_inspect(engine, ref).get("Id", ""))
+    found = str(inspect(engine, ref).get("Id", ""))
     return f"sha256:{found.removeprefix('sha256:')}" if found else None
 
 
 def labels(engine: ContainerEngine, ref: str) -> dict[str, str]:
     """The labels of an image. Raises Stop where there's no such image."""
-    if not (image := _inspect(engine, ref)):
+    if not (image := inspect(engine, ref)):
         raise Stop(f"{engine} has no image {ref}: build it first")
     return dict(image["Config"].get("Labels") or {})
 
 
-def _inspect(engine: ContainerEngine, ref: str) -> dict[str, Any]:
+def inspect(engine: ContainerEngine, ref: str) -> dict[str, Any]:
     """An image in the engine's words; empty where there's no such image. Raises Stop where there's no answer."""
     code, text, error = _ask([engine.client, "image", "inspect", ref])
     if code and not any(absent in error.lower() for absent in ("no such image", "not known", "no such object")):
         raise Stop(f"{engine} can't look at the image {ref}: {_last_line(error)}")
     return _json(text)
+
+
+def forget(engine: ContainerEngine, prefix: str) -> None:
+    """Take away every name of an image that begins with `prefix`; what nothing else needs goes with it."""
+    _, text, _ = _ask([engine.client, "image", "ls", "--format", "{{.Repository}}:{{.Tag}}"])
+    if names := [name for name in text.split() if name.removeprefix("localhost/").startswith(prefix)]:
+        _ask([engine.client, "image", "rm", "--force", *names])
 
 
 def disk_free(engine: ContainerEngine) -> int | None:
