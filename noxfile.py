@@ -45,6 +45,12 @@ def reproduce(session: nox.Session) -> None:
 
 
 @nox.session
+def fetch(session: nox.Session) -> None:
+    """Fill a folder with all that a build needs, by hash; builds with --offline then need no network."""
+    job(session, "fetch")
+
+
+@nox.session
 def report(session: nox.Session) -> None:
     """Write one page of all receipts: what was tested, acceptance beside the published figures, what is open."""
     job(session, "report")
@@ -102,12 +108,13 @@ def tests_engine(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style: ruff for Python, shellcheck for the layer scripts."""
+    """Check style: ruff for Python, shellcheck for the layer scripts, jactionlint for the workflows."""
     session.install("-r", "tests/requirements.txt")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     layers = sorted(map(str, Path("scripts/layers").glob("*.sh")))
     session.run("shellcheck", "--shell=sh", "--severity=warning", *layers)
+    session.run("jactionlint", *sorted(map(str, Path(".github/workflows").glob("*.yml"))))
 
 
 @nox.session

@@ -20,7 +20,20 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scripts.pipeline import base, containers, files, in_process, lockfile, network, pins, say, series, smoke, twin
+from scripts.pipeline import (
+    base,
+    containers,
+    fetch,
+    files,
+    in_process,
+    lockfile,
+    network,
+    pins,
+    say,
+    series,
+    smoke,
+    twin,
+)
 
 # Numbers of draft tokens that the smoke test after a build tries; the pinned one first.
 PROOF = (3, 1, 5)
@@ -150,7 +163,8 @@ def what(release: pins.Release, context: Path, step: Step, given: dict[str, Path
     """A step as the container engine wants it."""
     return {
         "dockerfile": pins.ROOT / f"Dockerfile.{release.engine}", "context": context, "target": step.target,
-        "tag": step.tag, "args": step.args, "labels": step.labels, "network": step.network,
+        "tag": step.tag, "args": step.args, "labels": step.labels,
+        "network": network.mode() if step.network == "default" else step.network,
         "secrets": given if step.network == "default" else {}, "no_cache": no_cache,
     }  # fmt: skip
 
@@ -234,6 +248,31 @@ def prove(engine: containers.ContainerEngine, all_pins: pins.Pins, release: pins
         in_process.prove(engine, all_pins, release, PROOF)
 
 
+def with_twins(all_pins: pins.Pins, releases: list[pins.Release]) -> list[pins.Release]:
+    """Every variant of these releases: a smoke test without a GPU builds the twin."""
+    names = {(release.engine, release.version) for release in releases}
+    return [release for release in all_pins.releases if (release.engine, release.version) in names]
+
+
+@contextmanager
+def sources(
+    engine: containers.ContainerEngine, all_pins: pins.Pins, choice: str, offline: Path | None,
+    releases: list[pins.Release],
+) -> Iterator[base.Base]:  # fmt: skip
+    """The base, for the time in which wheels and packages can be fetched: from the network, or from a fetched folder.
+
+    Raises Stop where the folder lacks anything that these releases need.
+    """
+    if offline is None:
+        yield base.resolve(engine, all_pins, choice)
+        return
+    folder = offline.resolve()
+    tarball = fetch.whole(folder, dict.fromkeys(releases))
+    with fetch.served(folder):
+        say.step(f"without a network: all comes from {folder}")
+        yield base.from_tarball(engine, all_pins, tarball)
+
+
 def show_commands(engine: containers.ContainerEngine, all_pins: pins.Pins, release: pins.Release, origin: base.Base,
                   no_cache: bool) -> None:  # fmt: skip
     """Print the builder's commands for a context that is left in place. They run as they are."""
@@ -278,6 +317,12 @@ def job(argv: list[str]) -> None:
         help="the base: registry (Debian's image by digest), bootstrap (from packages), or auto "
         "(default): bootstrap only where the registry can't be reached",
     )
+    parser.add_argument(
+        "--offline",
+        type=Path,
+        metavar="DIR",
+        help="build from what `nox -s fetch -- DIR` left there, without a network",
+    )
     parser.add_argument("--no-cache", action="store_true", help="build every layer anew")
     parser.add_argument("--no-smoke", action="store_true", help="build only; `nox -s smoke-vllm` tests it later")
     parser.add_argument("--print", action="store_true", help="make base and context ready, and show the commands")
@@ -298,11 +343,11 @@ def job(argv: list[str]) -> None:
             show_commands(engine, all_pins, release, origin, options.no_cache)
         return
     engine = containers.find()
-    origin = base.resolve(engine, all_pins, options.base)
-    for release in chosen:
-        build(engine, all_pins, release, origin, options.no_cache)
-    if not options.no_smoke:
-        for release in {(r.engine, r.version): r for r in chosen}.values():
+    proven = [] if options.no_smoke else list({(r.engine, r.version): r for r in chosen}.values())
+    with sources(engine, all_pins, options.base, options.offline, [*chosen, *with_twins(all_pins, proven)]) as origin:
+        for release in chosen:
+            build(engine, all_pins, release, origin, options.no_cache)
+        for release in proven:
             prove(engine, all_pins, release, origin)
     for release in chosen:
         say.step(farewell(engine, release, all_pins.image(release)))

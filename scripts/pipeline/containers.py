@@ -218,7 +218,7 @@ class What(TypedDict):
     target: NotRequired[str]  # a stage; the last one where absent
     secrets: NotRequired[Mapping[str, Path]]  # files by id, for `RUN --mount=type=secret,id=ID`
     labels: NotRequired[Mapping[str, str]]
-    network: NotRequired[str]  # `default` or `none`, for every RUN
+    network: NotRequired[str]  # `default`, `host` or `none`, for every RUN
     no_cache: NotRequired[bool]
 
 
@@ -319,7 +319,7 @@ def build_command(engine: ContainerEngine, **what: Unpack[What]) -> list[str]:
     for key, value in what.get("labels", {}).items():
         command += ["--label", f"{key}={value}"]
     command += ["--no-cache"] if what.get("no_cache") else []
-    command += ["--network", "none"] if what.get("network") == "none" else []
+    command += ["--network", what["network"]] if what.get("network", "default") != "default" else []
     if engine.kind == "podman":
         # Docker's format, because OCI's has no health check.
         command += ["--timestamp", epoch, "--format", "docker"]

@@ -86,8 +86,9 @@ def make(
     common = {"dockerfile": pins.ROOT / "Dockerfile.vllm", "context": context, "no_cache": no_cache}
     with network.secrets() as given:
         containers.build(
-            engine, **common, tag=f"{TAG}-engine", target="engine", args=args, secrets=given | (secrets or {})
-        )
+            engine, **common, tag=f"{TAG}-engine", target="engine", args=args, secrets=given | (secrets or {}),
+            network=network.mode(),
+        )  # fmt: skip
     args["ENGINE_IMAGE"] = f"{TAG}-engine"
     containers.build(engine, **common, tag=TAG, target="patched", args=args, network="none")
 
