@@ -169,7 +169,7 @@ def from_tarball(engine: containers.ContainerEngine, all_pins: pins.Pins, tarbal
 def _import(engine: containers.ContainerEngine, all_pins: pins.Pins, tarball: Path) -> Base:
     digest = files.sha256(tarball)
     reference = f"{all_pins.image_name}-base:{digest[:16]}"
-    if containers.image_id(engine, reference) is None:
+    if not containers.at_hand(engine, reference):
         with tempfile.TemporaryDirectory(dir=tarball.parent) as tmp:
             os.link(tarball, Path(tmp, "base.tar"))
             Path(tmp, "Dockerfile").write_text("FROM scratch\nADD base.tar /\n")

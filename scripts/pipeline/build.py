@@ -22,12 +22,13 @@ from packaging.utils import canonicalize_name
 
 from scripts.pipeline import (
     base,
+    builders,
     containers,
-    fetch,
     files,
     in_process,
     lockfile,
     network,
+    offline,
     pins,
     say,
     series,
@@ -248,31 +249,6 @@ def prove(engine: containers.ContainerEngine, all_pins: pins.Pins, release: pins
         in_process.prove(engine, all_pins, release, PROOF)
 
 
-def with_twins(all_pins: pins.Pins, releases: list[pins.Release]) -> list[pins.Release]:
-    """Every variant of these releases: a smoke test without a GPU builds the twin."""
-    names = {(release.engine, release.version) for release in releases}
-    return [release for release in all_pins.releases if (release.engine, release.version) in names]
-
-
-@contextmanager
-def sources(
-    engine: containers.ContainerEngine, all_pins: pins.Pins, choice: str, offline: Path | None,
-    releases: list[pins.Release],
-) -> Iterator[base.Base]:  # fmt: skip
-    """The base, for the time in which wheels and packages can be fetched: from the network, or from a fetched folder.
-
-    Raises Stop where the folder lacks anything that these releases need.
-    """
-    if offline is None:
-        yield base.resolve(engine, all_pins, choice)
-        return
-    folder = offline.resolve()
-    tarball = fetch.whole(folder, dict.fromkeys(releases))
-    with fetch.served(folder):
-        say.step(f"without a network: all comes from {folder}")
-        yield base.from_tarball(engine, all_pins, tarball)
-
-
 def show_commands(engine: containers.ContainerEngine, all_pins: pins.Pins, release: pins.Release, origin: base.Base,
                   no_cache: bool) -> None:  # fmt: skip
     """Print the builder's commands for a context that is left in place. They run as they are."""
@@ -293,6 +269,17 @@ def farewell(engine: containers.ContainerEngine, release: pins.Release, image: s
     gpus = "--gpus all" if engine.kind == "docker" else "--device nvidia.com/gpu=all"
     serve = f"\n    serve:  {run} {gpus} --ipc=host -p 8000:8000 -v kimi-cache:/cache {image}"
     return f"ready: {image}{serve if release.variant == 'cuda' else ''}\n    check:  {run} --rm {image} contract"
+
+
+def find(options: argparse.Namespace) -> containers.ContainerEngine:
+    """The engine, with the builder that the options name. Raises Stop."""
+    if not options.builder and (options.cache_from or options.cache_to):
+        raise say.Stop("--cache-from and --cache-to are those of a builder of your own: name it with --builder")
+    engine = containers.find()
+    if not options.builder:
+        return engine
+    own = builders.Builder(options.builder, tuple(options.cache_from), options.cache_to)
+    return containers.with_builder(engine, own)
 
 
 def job(argv: list[str]) -> None:
@@ -324,6 +311,12 @@ def job(argv: list[str]) -> None:
         help="build from what `nox -s fetch -- DIR` left there, without a network",
     )
     parser.add_argument("--no-cache", action="store_true", help="build every layer anew")
+    parser.add_argument("--builder", metavar="NAME", help="a buildx builder of your own (`docker buildx ls`)")
+    parser.add_argument("--cache-from", metavar="HOST/PATH", action="append", default=[],
+                        help="with --builder: a registry to read its cache from (may be repeated)")  # fmt: skip
+    parser.add_argument(
+        "--cache-to", metavar="HOST/PATH", default="", help="with --builder: where to write its cache to"
+    )
     parser.add_argument("--no-smoke", action="store_true", help="build only; `nox -s smoke-vllm` tests it later")
     parser.add_argument("--print", action="store_true", help="make base and context ready, and show the commands")
     options = parser.parse_args(argv)
@@ -337,14 +330,14 @@ def job(argv: list[str]) -> None:
         check_series(release)
     if options.print:
         with redirect_stdout(sys.stderr):
-            engine = containers.find()
+            engine = find(options)
             origin = base.resolve(engine, all_pins, options.base)
         for release in chosen:
             show_commands(engine, all_pins, release, origin, options.no_cache)
         return
-    engine = containers.find()
+    engine = find(options)
     proven = [] if options.no_smoke else list({(r.engine, r.version): r for r in chosen}.values())
-    with sources(engine, all_pins, options.base, options.offline, [*chosen, *with_twins(all_pins, proven)]) as origin:
+    with offline.sources(engine, all_pins, options.base, options.offline, chosen, proven) as origin:
         for release in chosen:
             build(engine, all_pins, release, origin, options.no_cache)
         for release in proven:

@@ -17,11 +17,11 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, Unpack
 
-from scripts.pipeline import image_config
+from scripts.pipeline import builders, image_config
 from scripts.pipeline.say import Stop, note
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class ContainerEngine:
     endpoint: str  # where the engine listens; empty: podman on this machine, which has no daemon
     context: str  # docker's name for that endpoint
     storage: Path | None  # where images are stored; None: not on this machine
+    own: builders.Builder | None = None  # a builder beside the engine, which gets what is built
 
     def __str__(self) -> str:
         return f"{self.kind} {self.version} ({self.client}, {self.builder})"
@@ -91,6 +92,16 @@ def find() -> ContainerEngine:
     nearest = max((why for _, why in passed), key=lambda why: why.rank)
     reasons = "; ".join(f"{client} {why}" for client, why in passed)
     raise Stop(f"no container engine that works: {reasons}: {nearest.cure}" + (f" ({FORCE} is set)" if forced else ""))
+
+
+def with_builder(engine: ContainerEngine, builder: builders.Builder) -> ContainerEngine:
+    """The same engine, with a builder of the user's own. Raises Stop where that isn't to be had."""
+    if engine.kind != "docker":
+        raise Stop(
+            f"--builder {builder.name} is one of Docker's buildx, and the engine here is {engine}: {FORCE}=docker"
+        )
+    builders.require(engine.client, builder)
+    return replace(engine, builder="buildx", own=builder)
 
 
 def _on_path(names: Sequence[str]) -> list[Path]:
@@ -296,7 +307,7 @@ def _pull_config(engine: ContainerEngine, config: bytes, tag: str) -> str | None
 def build_environment(engine: ContainerEngine) -> dict[str, str]:
     """The environment variables that a build's command needs beside the user's."""
     if engine.builder == "buildx":
-        builder = _buildx_builder(engine.context)
+        builder = engine.own.name if engine.own else _buildx_builder(engine.context)
         return {"DOCKER_BUILDKIT": "1", "BUILDX_BUILDER": builder, "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
     return {"DOCKER_BUILDKIT": "1"} if engine.builder == "buildkit" else {}
 
@@ -324,6 +335,14 @@ def build_command(engine: ContainerEngine, **what: Unpack[What]) -> list[str]:
         # Docker's format, because OCI's has no health check.
         command += ["--timestamp", epoch, "--format", "docker"]
         command += [] if engine.endpoint else [f"--ulimit={name}={n}:{n}" for name, n in _ulimits()]
+    elif engine.own:
+        if what.get("network") == "host":
+            raise Stop(
+                f"a mirror on this machine's loopback is out of reach for --builder {engine.own.name}: serve it under "
+                "an address of this machine, and name that (UV_DEFAULT_INDEX, DEBIAN_MIRROR)"
+            )
+        command += ["--progress", "plain", *builders.outputs(tag), *builders.contexts(args)]
+        command += builders.caches(engine.own, tag, what.get("target", ""))
     else:
         command += ["--progress", "plain", *(["--load"] if engine.builder == "buildx" else [])]
     return [*command, str(what["context"])]
@@ -468,6 +487,12 @@ def image_id(engine: ContainerEngine, ref: str) -> str | None:
     """The id (`sha256:...`) of an image, or None where there's no such image."""
     found = str(inspect(engine, ref).get("Id", ""))
     return f"sha256:{found.removeprefix('sha256:')}" if found else None
+
+
+def at_hand(engine: ContainerEngine, ref: str) -> bool:
+    """Whether an image is there for a build to start from."""
+    known = engine.own is None or builders.digest(builders.layout(ref)) is not None
+    return known and image_id(engine, ref) is not None
 
 
 def labels(engine: ContainerEngine, ref: str) -> dict[str, str]:

@@ -17,37 +17,19 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable
 from html import escape
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.client import HTTPException
 from pathlib import Path
-from threading import Thread
 
 from packaging.utils import canonicalize_name
 
-from scripts.pipeline import base, containers, files, lockfile, network, pins, say, wheels
+from scripts.pipeline import base, containers, files, network, offline, pins, say, wheels
 from scripts.pipeline.say import Stop
 
 PIECE = 2**20  # bytes read at a time
 SAY_S = 10.0  # seconds between two lines on one file
 TIMEOUT_S = 60.0  # without a byte
-
-
-def present(folder: Path, sha256: str) -> Path | None:
-    """The wheel with this hash in the folder; it was held against its hash when it came there."""
-    return next((folder / "wheels" / sha256).glob("*.whl"), None)
-
-
-def lacking(folder: Path, lock: Path) -> list[str]:
-    """The packages of a lock (`name==version`) of which no wheel is in the folder. Raises Stop for a broken lock."""
-    text = lock.read_text() if lock.is_file() else ""
-    return [
-        f"{name}=={version}"
-        for name, version in lockfile.packages(lock).items()
-        if not any(present(folder, sha256) for sha256 in wheels.locked(text, name, version))
-    ]
 
 
 def report_command(lock: Path, all_pins: pins.Pins, target: Path, report: Path) -> list[str]:
@@ -90,10 +72,12 @@ def download(url: str, sha256: str, folder: Path, context: ssl.SSLContext) -> No
                         if time.monotonic() - said > SAY_S:
                             said = time.monotonic()
                             say.note(f"{name}: {file.tell() / 1e6:.0f} of {whole / 1e6:.0f} MB")
+            if part.stat().st_size < whole:
+                raise OSError(f"ended after {part.stat().st_size} of {whole} bytes")
         except urllib.error.HTTPError as error:
             if error.code != 416:  # asked for more than there is: the part is whole, or is not of this file
                 raise Stop(f"{name} can't be fetched (HTTP {error.code} {error.reason}): run it again") from None
-        except OSError as error:
+        except (OSError, HTTPException) as error:
             raise Stop(f"{name} can't be fetched ({error}): run it again; it goes on where it was") from None
     if (found := files.sha256(part)) != sha256:
         part.unlink()
@@ -105,20 +89,20 @@ def download(url: str, sha256: str, folder: Path, context: ssl.SSLContext) -> No
 
 def wheels_of(folder: Path, lock: Path, all_pins: pins.Pins) -> None:
     """All wheels of a lock. Raises Stop."""
-    if not lacking(folder, lock):
+    if not offline.lacking(folder, lock):
         say.note(f"locks/{lock.name}: all wheels are there")
         return
     with say.timed(f"locks/{lock.name}: where its wheels are"):
-        wanted = [(url, sha256) for url, sha256 in addresses(lock, all_pins) if not present(folder, sha256)]
+        wanted = [(url, sha256) for url, sha256 in addresses(lock, all_pins) if not offline.present(folder, sha256)]
     bundle = network.ca_bundle()
     context = ssl.create_default_context(cafile=str(bundle) if bundle else None)
     with say.timed(f"locks/{lock.name}: {len(wanted)} wheels"):
         for number, (url, sha256) in enumerate(wanted, 1):
             download(url, sha256, folder, context)
-            path = present(folder, sha256)
+            path = offline.present(folder, sha256)
             assert path
             say.note(f"{number}/{len(wanted)} {path.name} ({path.stat().st_size / 1e6:.1f} MB)")
-    if left := lacking(folder, lock):
+    if left := offline.lacking(folder, lock):
         raise Stop(
             f"locks/{lock.name}: pip names no wheel of {', '.join(left[:3])} with a hash of the lock: `nox -s lock`"
         )
@@ -178,54 +162,6 @@ def chosen(all_pins: pins.Pins, names: list[str]) -> list[pins.Release]:
     return [known[name] for name in names] or [release for release in all_pins.releases if release.default]
 
 
-def locks(releases: Iterable[pins.Release]) -> list[Path]:
-    """The locks of wheels that these releases are built from, each once."""
-    own = [path for release in releases for path in (release.torch.lock, release.lock)]
-    return list(dict.fromkeys([pins.ROOT / "locks" / "tools.txt", *own]))
-
-
-def whole(folder: Path, releases: Iterable[pins.Release]) -> Path:
-    """The base's tarball, where a folder has all that these releases need. Raises Stop with what is lacking."""
-    cure = f"run `nox -s fetch -- {folder} {' '.join(release.lock.stem for release in releases)}` with a network"
-    for lock in locks(releases):
-        if left := lacking(folder, lock):
-            raise Stop(f"{folder} lacks {len(left)} wheels of locks/{lock.name} ({', '.join(left[:3])}): {cure}")
-    recorded = folder / "debian" / "lock.sha256"
-    if not recorded.is_file() or recorded.read_text() != files.sha256(base.LOCK):
-        raise Stop(f"{folder} lacks the packages of this locks/debian.txt: {cure}")
-    tarballs = [path for path in folder.glob("base/*.tar") if files.sha256(path) == path.stem]
-    if len(tarballs) != 1 or not (folder / "simple").is_dir():
-        raise Stop(f"{folder}/base holds {len(tarballs)} whole tarballs instead of one: {cure}")
-    return tarballs[0]
-
-
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@contextmanager
-def served(folder: Path) -> Iterator[Mapping[str, str]]:
-    """The folder, served on loopback for the time of a `with` block; the environment names it as the only mirror."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(folder)))
-    server.daemon_threads = True
-    Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    mirrors = dict.fromkeys(network.INDEXES, f"{address}/simple/")
-    mirrors |= dict.fromkeys(("DEBIAN_MIRROR", "DEBIAN_SECURITY_MIRROR"), f"{address}/debian")
-    before = dict(os.environ)
-    for name in network.PROXIES:
-        os.environ.pop(name, None)
-    os.environ.update(mirrors)
-    try:
-        yield mirrors
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        server.shutdown()
-        server.server_close()
-
-
 def job(argv: list[str]) -> None:
     """Fill the folder."""
     parser = argparse.ArgumentParser(
@@ -245,10 +181,10 @@ def job(argv: list[str]) -> None:
         base.keep(all_pins, folder / "base")
     debian(engine, origin, folder)
     (folder / "debian" / "lock.sha256").write_text(files.sha256(base.LOCK))
-    for lock in locks(releases):
+    for lock in offline.locks(releases):
         wheels_of(folder, lock, all_pins)
     write_index(folder)
-    whole(folder, releases)
+    offline.whole(folder, releases)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     names = " ".join(release.lock.stem for release in releases)
     say.step(f"{folder} has all of {names}: {size / 1e9:.1f} GB; build with `--offline {options.folder}`")

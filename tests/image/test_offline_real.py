@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_dockerfile import TAG, clean, context, copy, layers, make, six  # noqa: F401
 
-from scripts.pipeline import base, containers, fetch, files, network, pins
+from scripts.pipeline import base, containers, fetch, files, network, offline, pins
 
 pytestmark = pytest.mark.image
 PINS = pins.load()
@@ -44,7 +44,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def log(self: SimpleHTTPRequestHandler, code: object = "-", size: object = "-") -> None:
         paths.append(f"{getattr(code, 'value', code)} {self.path}")
 
-    monkeypatch.setattr(fetch._Quiet, "log_request", log)
+    monkeypatch.setattr(offline._Quiet, "log_request", log)
     return paths
 
 
@@ -56,7 +56,7 @@ def test_a_build_from_the_folder_has_the_layers_of_a_build_with_the_network(
 ) -> None:
     make(engine, base.resolve(engine, PINS, "bootstrap"), context)
     online = layers(engine)
-    with fetch.served(folder):
+    with offline.served(folder):
         assert network.mode() == "host"
         origin = base.from_tarball(engine, PINS, next(folder.glob("base/*.tar")))
         make(engine, origin, context, no_cache=True)
@@ -79,7 +79,7 @@ def test_a_changed_package_in_the_folder_is_refused(
     wheel.unlink()
     wheel.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     (copy / "layers" / "seal.sh").write_text((copy / "layers" / "seal.sh").read_text() + "# not from the cache\n")
-    with fetch.served(mine), pytest.raises(containers.Stop, match=r"(?i)hash|six"):
+    with offline.served(mine), pytest.raises(containers.Stop, match=r"(?i)hash|six"):
         make(engine, base.resolve(engine, PINS, "bootstrap"), copy)
     assert containers.image_id(engine, TAG) is None
 
@@ -103,10 +103,10 @@ ALONE = """
     from pathlib import Path
     sys.path[:0] = [{root!r}, {tests!r}]
     from test_dockerfile import layers, make
-    from scripts.pipeline import base, containers, fetch, pins
+    from scripts.pipeline import base, containers, offline, pins
     folder = Path({folder!r})
     engine = containers.find()
-    with fetch.served(folder):
+    with offline.served(folder):
         origin = base.from_tarball(engine, pins.load(), next(folder.glob("base/*.tar")))
         make(engine, origin, Path({context!r}), no_cache=True)
     print("LAYERS", *layers(engine, "localhost/" + {tag!r}))
