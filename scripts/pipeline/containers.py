@@ -300,8 +300,8 @@ def _pull_config(engine: ContainerEngine, config: bytes, tag: str) -> str | None
     if code:
         raise Stop(_last_line(error))
     pinned = image_config.image_id(config)
-    code, _, error = _ask([engine.client, "tag", pinned.removeprefix("sha256:"), tag])
-    return pinned if not code and image_id(engine, tag) == pinned else None
+    name(engine, pinned.removeprefix("sha256:"), tag)
+    return pinned if image_id(engine, tag) == pinned else None
 
 
 def build_environment(engine: ContainerEngine) -> dict[str, str]:
@@ -508,6 +508,13 @@ def inspect(engine: ContainerEngine, ref: str) -> dict[str, Any]:
     if code and not any(absent in error.lower() for absent in ("no such image", "not known", "no such object")):
         raise Stop(f"{engine} can't look at the image {ref}: {_last_line(error)}")
     return _json(text)
+
+
+def name(engine: ContainerEngine, ref: str, tag: str) -> None:
+    """Give an image another name. Raises Stop."""
+    code, _, error = _ask([engine.client, "tag", ref, tag])
+    if code:
+        raise Stop(f"{ref} can't be named {tag}: {_last_line(error)}")
 
 
 def forget(engine: ContainerEngine, prefix: str) -> None:

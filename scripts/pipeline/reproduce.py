@@ -126,14 +126,14 @@ def job(argv: list[str]) -> None:
     release = all_pins.release(options.engine, options.version, options.variant)
     build.check_locks(all_pins, release)
     build.check_series(release)
+    containers.require_disk(engine, 2 * all_pins.disk_gb)
     origin = base.resolve(engine, all_pins, options.base)
     # Names of their own: no image of this machine is moved.
     own = replace(all_pins, image_name=f"{all_pins.image_name}-reproduce")
     first = f"{own.image(release)}-first"
     try:
         built = build.build(engine, own, release, origin, no_cache=True)
-        with containers.client(engine) as api:
-            api.images.get(built).tag(first)
+        containers.name(engine, built, first)
         built = build.build(engine, own, release, origin, no_cache=True)
         say.step(f"{release.name}: {compare(engine, first, built)}")
     finally:

@@ -1,5 +1,6 @@
 """Two builds of small images without a cache, by each builder of this machine: same digest, or the file is named."""
 
+import os
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -123,3 +124,43 @@ def test_another_label_is_named_where_all_layers_are_the_same(
 def test_an_image_that_is_not_there_is_an_error(engine: containers.ContainerEngine) -> None:
     with pytest.raises(Stop, match="has no image kimi-eagle3-test-none:1"):
         reproduce.compare(engine, "kimi-eagle3-test-none:1", "kimi-eagle3-test-none:2")
+
+
+@pytest.mark.parametrize("steady", [True, False])
+def test_the_job_builds_twice_under_names_of_its_own_and_leaves_none(
+    engine: containers.ContainerEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    steady: bool,
+) -> None:
+    """The release's own build is replaced by one of a file; all around it is real."""
+    built: list[str] = []
+
+    def build(
+        engine: containers.ContainerEngine, all_pins: pins.Pins, release: pins.Release, *_: object, no_cache: bool
+    ) -> str:
+        assert no_cache
+        built.append(all_pins.image(release))
+        (tmp_path / "f").write_text(
+            "x" if steady else "x" * len(built)
+        )  # the size: BuildKit compares that, and the time
+        os.utime(tmp_path / "f", (1700000000, 1700000000))
+        (tmp_path / "Dockerfile").write_text("FROM scratch\nCOPY f /\n")
+        containers.build(
+            engine, dockerfile=tmp_path / "Dockerfile", context=tmp_path, tag=built[-1], no_cache=True,
+            args={"SOURCE_DATE_EPOCH": EPOCH},
+        )  # fmt: skip
+        return built[-1]
+
+    monkeypatch.setattr(reproduce.build, "build", build)
+    monkeypatch.setattr(containers, "require_disk", lambda *_: None)
+    if steady:
+        reproduce.job(["vllm", "0.16.0", "--base", "bootstrap"])
+        assert "==> vllm 0.16.0: same digest twice: sha256:" in capsys.readouterr().out
+    else:
+        with pytest.raises(Stop, match="1 of 1 layers differ, in 1 files"):
+            reproduce.job(["vllm", "0.16.0", "--base", "bootstrap"])
+        assert "/f: content: 1 bytes" in capsys.readouterr().out
+    assert built == ["kimi-k2.5-eagle3-reproduce-vllm:0.16.0"] * 2
+    assert not containers.image_id(engine, built[0]) and not containers.image_id(engine, f"{built[0]}-first")
