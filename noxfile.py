@@ -108,12 +108,12 @@ def tests_engine(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style: ruff for Python, shellcheck for the layer scripts, jactionlint for the workflows."""
+    """Check style: ruff for Python, shellcheck for the shell scripts, jactionlint for the workflows."""
     session.install("-r", "tests/requirements.txt")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    layers = sorted(map(str, Path("scripts/layers").glob("*.sh")))
-    session.run("shellcheck", "--shell=sh", "--severity=warning", *layers)
+    steps = sorted(map(str, Path("scripts").glob("*/*.sh")))
+    session.run("shellcheck", "--shell=sh", "--severity=warning", *steps)
     session.run("jactionlint", *sorted(map(str, Path(".github/workflows").glob("*.yml"))))
 
 

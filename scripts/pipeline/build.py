@@ -164,8 +164,7 @@ def what(release: pins.Release, context: Path, step: Step, given: dict[str, Path
     """A step as the container engine wants it."""
     return {
         "dockerfile": pins.ROOT / f"Dockerfile.{release.engine}", "context": context, "target": step.target,
-        "tag": step.tag, "args": step.args, "labels": step.labels,
-        "network": network.mode() if step.network == "default" else step.network,
+        "tag": step.tag, "args": step.args, "labels": step.labels, "network": step.network,
         "secrets": given if step.network == "default" else {}, "no_cache": no_cache,
     }  # fmt: skip
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, Unpack
 
-from scripts.pipeline import builders, image_config
+from scripts.pipeline import builders, image_config, network
 from scripts.pipeline.say import Stop, note
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class What(TypedDict):
     target: NotRequired[str]  # a stage; the last one where absent
     secrets: NotRequired[Mapping[str, Path]]  # files by id, for `RUN --mount=type=secret,id=ID`
     labels: NotRequired[Mapping[str, str]]
-    network: NotRequired[str]  # `default`, `host` or `none`, for every RUN
+    network: NotRequired[str]  # `none`, or `default`: what this machine's mirrors need (network.py); for every RUN
     no_cache: NotRequired[bool]
 
 
@@ -255,7 +255,7 @@ def _without_times(engine: ContainerEngine, tag: str, built: str, epoch: int) ->
 
     Where that can't be done, the image stays as it is, and this is said.
     """
-    image = inspect(engine, tag)
+    image = _inspect(engine, tag)
     try:
         if engine.kind == "podman":
             config = image_config.normal(image, image_config.podman_steps(image["History"]), epoch)
@@ -330,13 +330,15 @@ def build_command(engine: ContainerEngine, **what: Unpack[What]) -> list[str]:
     for key, value in what.get("labels", {}).items():
         command += ["--label", f"{key}={value}"]
     command += ["--no-cache"] if what.get("no_cache") else []
-    command += ["--network", what["network"]] if what.get("network", "default") != "default" else []
+    mode = what.get("network", "default")
+    mode = network.mode() if mode == "default" else mode
+    command += ["--network", mode] if mode != "default" else []
     if engine.kind == "podman":
         # Docker's format, because OCI's has no health check.
         command += ["--timestamp", epoch, "--format", "docker"]
         command += [] if engine.endpoint else [f"--ulimit={name}={n}:{n}" for name, n in _ulimits()]
     elif engine.own:
-        if what.get("network") == "host":
+        if mode == "host":
             raise Stop(
                 f"a mirror on this machine's loopback is out of reach for --builder {engine.own.name}: serve it under "
                 "an address of this machine, and name that (UV_DEFAULT_INDEX, DEBIAN_MIRROR)"
@@ -485,8 +487,23 @@ def _cure(lines: Sequence[str], engine: ContainerEngine) -> str:
 
 def image_id(engine: ContainerEngine, ref: str) -> str | None:
     """The id (`sha256:...`) of an image, or None where there's no such image."""
-    found = str(inspect(engine, ref).get("Id", ""))
+    found = str(_inspect(engine, ref).get("Id", ""))
     return f"sha256:{found.removeprefix('sha256:')}" if found else None
+
+
+def labels(engine: ContainerEngine, ref: str) -> dict[str, str]:
+    """The labels of an image. Raises Stop where there's no such image."""
+    if not (image := _inspect(engine, ref)):
+        raise Stop(f"{engine} has no image {ref}: build it first")
+    return dict(image["Config"].get("Labels") or {})
+
+
+def _inspect(engine: ContainerEngine, ref: str) -> dict[str, Any]:
+    """An image in the engine's words; empty where there's no such image. Raises Stop where there's no answer."""
+    code, text, error = _ask([engine.client, "image", "inspect", ref])
+    if code and not any(absent in error.lower() for absent in ("no such image", "not known", "no such object")):
+        raise Stop(f"{engine} can't look at the image {ref}: {_last_line(error)}")
+    return _json(text)
 
 
 def at_hand(engine: ContainerEngine, ref: str) -> bool:
@@ -495,19 +512,11 @@ def at_hand(engine: ContainerEngine, ref: str) -> bool:
     return known and image_id(engine, ref) is not None
 
 
-def labels(engine: ContainerEngine, ref: str) -> dict[str, str]:
-    """The labels of an image. Raises Stop where there's no such image."""
-    if not (image := inspect(engine, ref)):
-        raise Stop(f"{engine} has no image {ref}: build it first")
-    return dict(image["Config"].get("Labels") or {})
-
-
-def inspect(engine: ContainerEngine, ref: str) -> dict[str, Any]:
-    """An image in the engine's words; empty where there's no such image. Raises Stop where there's no answer."""
-    code, text, error = _ask([engine.client, "image", "inspect", ref])
-    if code and not any(absent in error.lower() for absent in ("no such image", "not known", "no such object")):
-        raise Stop(f"{engine} can't look at the image {ref}: {_last_line(error)}")
-    return _json(text)
+def description(engine: ContainerEngine, ref: str) -> dict[str, Any]:
+    """An image in the engine's words. Raises Stop where there's no such image."""
+    if image := _inspect(engine, ref):
+        return image
+    raise Stop(f"{engine} has no image {ref}: build or pull it first")
 
 
 def name(engine: ContainerEngine, ref: str, tag: str) -> None:

@@ -135,8 +135,10 @@ def debian(engine: containers.ContainerEngine, origin: base.Base, folder: Path) 
     """
     if engine.storage is None:
         raise Stop(f"{engine} is on another machine and can't write into {folder}: run the fetch where it is")
-    command = ["sh", "/dev/shm/layers/fetch_debian.sh", "/dev/shm/lock.txt", "/out/debian"]
-    mounts = {str(pins.ROOT / "scripts" / "layers"): "layers", str(base.LOCK): "lock.txt"}
+    command = ["sh", "/dev/shm/fetch_debian.sh", "/dev/shm/lock.txt", "/out/debian"]
+    scripts = pins.ROOT / "scripts"
+    mounts = {str(scripts / "layers"): "layers", str(base.LOCK): "lock.txt"}
+    mounts[str(scripts / "pipeline" / "fetch_debian.sh")] = "fetch_debian.sh"
     with network.secrets() as given, say.timed("the Debian packages of locks/debian.txt"):
         mounts |= {str(path.resolve()): name for name, path in given.items()}
         volumes = {path: {"bind": f"/dev/shm/{name}", "mode": "ro"} for path, name in mounts.items()}

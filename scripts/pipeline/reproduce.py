@@ -31,9 +31,7 @@ class Image:
 
 def image(engine: containers.ContainerEngine, ref: str) -> Image:
     """Raises Stop where there's no such image."""
-    told = containers.inspect(engine, ref)
-    if not told:
-        raise Stop(f"{engine} has no image {ref}: build or pull it first")
+    told = containers.description(engine, ref)
     if engine.kind == "podman":
         history = told["History"]
         steps, times = image_config.podman_steps(history), [step.get("created") for step in history]

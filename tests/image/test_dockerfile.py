@@ -86,9 +86,8 @@ def make(
     common = {"dockerfile": pins.ROOT / "Dockerfile.vllm", "context": context, "no_cache": no_cache}
     with network.secrets() as given:
         containers.build(
-            engine, **common, tag=f"{TAG}-engine", target="engine", args=args, secrets=given | (secrets or {}),
-            network=network.mode(),
-        )  # fmt: skip
+            engine, **common, tag=f"{TAG}-engine", target="engine", args=args, secrets=given | (secrets or {})
+        )
     args["ENGINE_IMAGE"] = f"{TAG}-engine"
     containers.build(engine, **common, tag=TAG, target="patched", args=args, network="none")
 

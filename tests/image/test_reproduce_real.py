@@ -71,7 +71,7 @@ def test_what_the_dockerfile_sets_is_in_an_image_whose_config_was_written_anew(
     engine: containers.ContainerEngine, origin: base.Base, tmp_path: Path, name: str
 ) -> None:
     twice(engine, origin, tmp_path, name, STEADY)
-    told = containers.inspect(engine, f"{name}:1")
+    told = containers.description(engine, f"{name}:1")
     config = told["Config"]
     assert "A=1" in config["Env"] and config["WorkingDir"] == "/opt/new" and config["Entrypoint"] == ["cat"]
     assert list(config["ExposedPorts"]) == ["8000/tcp"] and config["Labels"]["a"] == "b"

@@ -11,7 +11,7 @@ from threading import Thread
 
 import pytest
 
-from scripts.pipeline import base, fetch, files, network, offline, pins
+from scripts.pipeline import base, containers, fetch, files, network, offline, pins
 from scripts.pipeline.say import Stop
 
 PINS = pins.load()
@@ -145,6 +145,10 @@ def test_a_mirror_of_this_machine_is_reached_through_its_network(
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, value)
     assert network.mode() == mode
+    engine = containers.ContainerEngine(Path("docker"), "docker", "buildkit", "1", "unix:///d", "", None)
+    given = {"dockerfile": Path("D"), "context": Path("C"), "tag": "a:1", "args": {"SOURCE_DATE_EPOCH": "1"}}
+    assert ("--network host" in " ".join(containers.build_command(engine, **given))) == (mode == "host")  # type: ignore[arg-type]
+    assert "--network none" in " ".join(containers.build_command(engine, **given, network="none"))  # type: ignore[arg-type]
 
 
 def filled(folder: Path, releases: list[pins.Release]) -> None:
