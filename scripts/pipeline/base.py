@@ -160,10 +160,10 @@ def keep(all_pins: pins.Pins, folder: Path) -> None:
 
 def from_tarball(engine: containers.ContainerEngine, all_pins: pins.Pins, tarball: Path) -> Base:
     """The base from a tarball that `keep` left, without any network. Its folder may be one that can't be written."""
-    own = files.cache() / "base" / tarball.name
-    own.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(tarball, own)
-    return _import(engine, all_pins, own)
+    parent = files.cache() / "base"
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent) as tmp:
+        return _import(engine, all_pins, Path(shutil.copyfile(tarball, Path(tmp, tarball.name))))
 
 
 def _import(engine: containers.ContainerEngine, all_pins: pins.Pins, tarball: Path) -> Base:

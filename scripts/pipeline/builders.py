@@ -29,18 +29,18 @@ class Builder:
 
 def require(client: Path, builder: Builder) -> None:
     """Raises Stop where there is no such builder, or it can't be reached."""
-    command = [str(client), "buildx", "inspect", "--bootstrap", builder.name]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S)
+        version, done = (
+            subprocess.run([str(client), "buildx", *words], capture_output=True, text=True, timeout=PROBE_S)
+            for words in (["version"], ["inspect", "--bootstrap", builder.name])
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Stop(f"--builder {builder.name}: {client} buildx gives no answer: {error}") from None
-    said = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
-    if done.returncode and "buildx" in said and "unknown command" in said:
+    if version.returncode:
         raise Stop(f"--builder {builder.name}: {client} has no buildx: install docker-buildx")
     if done.returncode:
-        raise Stop(
-            f"--builder {builder.name}: {said.removeprefix('ERROR: ')}: `{client} buildx ls` shows those there are"
-        )
+        said = (done.stderr.strip().splitlines() or ["it says nothing"])[-1].removeprefix("ERROR: ")
+        raise Stop(f"--builder {builder.name} can't be used ({said}): `{client} buildx ls` shows those there are")
     if re.search(r"^Driver:\s+docker$", done.stdout, re.MULTILINE):
         raise Stop(
             f"--builder {builder.name} is the one inside Docker, which is used without --builder, too: leave it out"

@@ -78,8 +78,11 @@ def test_a_mirror_on_loopback_is_refused_since_the_builder_is_elsewhere(monkeypa
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ("echo 'ERROR: no builder \"team\" found' >&2; exit 1", r'no builder "team" found: `.*docker buildx ls`'),
-        ("echo 'docker: unknown command: docker buildx' >&2; exit 1", "has no buildx: install docker-buildx"),
+        (
+            "test $2 = version || { echo 'ERROR: no builder \"team\" found' >&2; exit 1; }",
+            r'team can.t be used \(no builder "team" found\): `.*docker buildx ls`',
+        ),
+        ("exit 125", "has no buildx: install docker-buildx"),
         ("echo 'Name: default'; echo 'Driver:   docker'", "is the one inside Docker"),
     ],
 )
