@@ -285,8 +285,9 @@ def _load_config(engine: ContainerEngine, image: Mapping[str, Any], tag: str, ep
             api.images.load(image_config.docker_archive(config, tag))
             if image_id(engine, tag) != (pinned := image_config.image_id(config)):
                 return None
-            if image["Id"] != pinned and not api.images.get(image["Id"]).tags:
-                api.images.remove(image["Id"])
+            with suppress(DockerException):  # the image as built: nothing else may need it
+                if image["Id"] != pinned and not api.images.get(image["Id"]).tags:
+                    api.images.remove(image["Id"])
         except DockerException as error:
             raise Stop(_last_line(str(error))) from None
     return pinned

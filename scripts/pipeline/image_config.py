@@ -53,7 +53,7 @@ def normal(image: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], epoch: 
     created = datetime.fromtimestamp(epoch, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     config = dict(image["Config"])
     config |= {"Healthcheck": image["Healthcheck"]} if "Healthcheck" in image else {}  # podman has it beside the rest
-    data = {
+    data: dict[str, Any] = {
         "architecture": image["Architecture"],
         "os": image["Os"],
         "created": created,
@@ -61,6 +61,7 @@ def normal(image: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], epoch: 
         "history": [{"created": created} | {k: v for k, v in step.items() if v} for step in steps],
         "rootfs": {"type": "layers", "diff_ids": layers},
     }
+    data |= {"variant": image["Variant"]} if image.get("Variant") else {}  # of the processor
     return json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
 
 
