@@ -13,10 +13,13 @@ from pathlib import Path
 import pytest
 from test_dockerfile import TAG, clean, context, copy, layers, make, six  # noqa: F401
 
-from scripts.pipeline import base, containers, fetch, files, network, offline, pins
+from scripts.pipeline import base, containers, fetch, network, offline, pins
 
 pytestmark = pytest.mark.image
 PINS = pins.load()
+
+
+RELEASE = PINS.release("vllm", "0.16.0")
 
 
 @pytest.fixture(scope="module")
@@ -24,17 +27,14 @@ def folder(
     engine: containers.ContainerEngine,
     context: Path,  # noqa: F811
     tmp_path_factory: pytest.TempPathFactory,
-) -> Path:
-    """What `nox -s fetch` leaves, for the stand-in of a release."""
+) -> Iterator[Path]:
+    """What `nox -s fetch` leaves. The locks are those of the stand-in for a release; all else is the job's own."""
     folder = tmp_path_factory.mktemp("fetched")
-    (folder / "wheels").mkdir()
-    base.keep(PINS, folder / "base")
-    fetch.debian(engine, base.resolve(engine, PINS, "bootstrap"), folder)
-    (folder / "debian" / "lock.sha256").write_text(files.sha256(base.LOCK))
-    for name in ("tools", "torch", "engine"):
-        fetch.wheels_of(folder, context / "locks" / f"{name}.txt", PINS)
-    fetch.write_index(folder)
-    return folder
+    locks = [context / "locks" / f"{name}.txt" for name in ("tools", "torch", "engine")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offline, "locks", lambda releases: locks)
+        fetch.job([str(folder), RELEASE.lock.stem])
+        yield folder
 
 
 @pytest.fixture
@@ -57,9 +57,8 @@ def test_a_build_from_the_folder_has_the_layers_of_a_build_with_the_network(
 ) -> None:
     make(engine, base.resolve(engine, PINS, "bootstrap"), context)
     online = layers(engine)
-    with offline.served(folder):
+    with offline.sources(engine, PINS, "auto", folder, [RELEASE], []) as origin:
         assert network.mode() == "host"
-        origin = base.from_tarball(engine, PINS, next(folder.glob("base/*.tar")))
         make(engine, origin, context, no_cache=True)
     assert layers(engine) == online
     served = {line.removeprefix("200 ").rsplit("/", 1)[-1] for line in asked if line.startswith("200 ")}
