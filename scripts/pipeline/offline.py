@@ -90,7 +90,7 @@ def sources(
         return
     names = {(release.engine, release.version) for release in proven}
     twins = [release for release in all_pins.releases if (release.engine, release.version) in names]
-    tarball = whole(folder.resolve(), list(dict.fromkeys([*built, *twins])))
+    tarball = whole(folder.resolve(), list({release.name: release for release in [*built, *twins]}.values()))
     with served(folder.resolve()):
         say.step(f"without a network: all comes from {folder}")
         yield base.from_tarball(engine, all_pins, tarball)

@@ -180,6 +180,20 @@ def test_what_a_folder_lacks_is_named_before_anything_is_built(folder: Path) -> 
         offline.whole(folder, releases)
 
 
+def test_a_smoke_test_needs_the_twin_in_the_folder_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = PINS.release("vllm", "0.32.0")
+    engine = containers.ContainerEngine(Path("docker"), "docker", "buildkit", "1", "unix:///d", "", None)
+    monkeypatch.setattr(base, "from_tarball", lambda *_: base.Base("bootstrapped", "base:1", "0"))
+    filled(folder, [release])
+    with offline.sources(engine, PINS, "auto", folder, [release], []) as origin:
+        assert origin.reference == "base:1" and network.mode() == "host"
+    with (
+        pytest.raises(Stop, match=r"of locks/vllm-0.32.0-cpu.txt .*vllm-0.32.0 vllm-0.32.0-cpu`"),
+        offline.sources(engine, PINS, "auto", folder, [release], [release]),
+    ):
+        pass
+
+
 def test_releases_are_named_as_their_locks_and_the_default_ones_are_taken() -> None:
     assert [r.lock.stem for r in fetch.chosen(PINS, ["vllm-0.32.0-cpu"])] == ["vllm-0.32.0-cpu"]
     assert all(release.default for release in fetch.chosen(PINS, []))
