@@ -449,7 +449,7 @@ def _command(pid: int) -> str:
 
 
 _DETAIL = re.compile(r"#\d+ (sha256:|transferring |DONE 0\.\d+s$)|#\d+ \d+\.\d+ $|$")  # what helps nobody who waits
-_NOISE = re.compile(r"^(-+|sha256:\S+|: exit status.*|time=.*|)$")
+_NOISE = re.compile(r"^(-+|sha256:\S+|Expected:|Computed:|: exit status.*|time=.*|)$")
 _WRAPPING = re.compile(
     r"^(error: |failed to build: |failed to solve( with frontend \S+)?: |rpc error: code = \w+ desc = "
     r"|failed to create LLB definition: )+",
