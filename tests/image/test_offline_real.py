@@ -84,7 +84,7 @@ def test_a_changed_package_in_the_folder_is_refused(
     lock = copy / "locks" / "engine.txt"
     lock.write_text(lock.read_text() + "# so that this one step isn't taken from the cache\n")
     origin = base.resolve(engine, PINS, "bootstrap")
-    with offline.served(mine), pytest.raises(containers.Stop, match="Hash mismatch for `six==1.17.0`"):
+    with offline.served(mine), pytest.raises(containers.Stop, match=r"Hash mismatch for `six==1\.17\.0`"):
         make(engine, origin, copy)
     assert containers.image_id(engine, TAG) is None
 
