@@ -51,6 +51,18 @@ def smoke_sglang(session: nox.Session) -> None:
 
 
 @nox.session
+def reproduce(session: nox.Session) -> None:
+    """Build a release twice without any cache, and show which layer, and which file in it, differs."""
+    job(session, "reproduce")
+
+
+@nox.session
+def fetch(session: nox.Session) -> None:
+    """Fill a folder with all that a build needs, by hash; builds with --offline then need no network."""
+    job(session, "fetch")
+
+
+@nox.session
 def report(session: nox.Session) -> None:
     """Write one page of all receipts: what was tested, acceptance beside the published figures, what is open."""
     job(session, "report")
@@ -108,12 +120,13 @@ def tests_engine(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style: ruff for Python, shellcheck for the layer scripts."""
+    """Check style: ruff for Python, shellcheck for the shell scripts, jactionlint for the workflows."""
     session.install("-r", "tests/requirements.txt")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    layers = sorted(map(str, Path("scripts/layers").glob("*.sh")))
-    session.run("shellcheck", "--shell=sh", "--severity=warning", *layers)
+    steps = sorted(map(str, Path("scripts").glob("*/*.sh")))
+    session.run("shellcheck", "--shell=sh", "--severity=warning", *steps)
+    session.run("jactionlint", *sorted(map(str, Path(".github/workflows").glob("*.yml"))))
 
 
 @nox.session

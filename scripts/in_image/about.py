@@ -19,7 +19,7 @@ from typing import Any
 sys.dont_write_bytecode = True  # the folder of this file is read-only in an image
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import apply_series  # noqa: E402
+import patch_series  # noqa: E402
 
 NEEDS_GPU = (
     "that kernels compute the right thing on the GPU, and how fast",
@@ -67,10 +67,10 @@ def _locks(folder: Path) -> dict[str, str]:
 def _series(folder: Path) -> dict[str, Any]:
     """The series' hash, its patches with their descriptions, and why it is as it is. Raises Missing."""
     try:
-        series = apply_series.load(folder)
-    except apply_series.Refused as refused:
+        series = patch_series.load(folder)
+    except patch_series.Refused as refused:
         raise Missing(str(refused)) from None
-    return {"why": series.why, **apply_series.record(series)}
+    return {"why": series.why, **patch_series.record(series)}
 
 
 def _contract(path: Path) -> dict[str, Any]:

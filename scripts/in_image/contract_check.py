@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import wheel_record
+
 
 class Unmet(Exception):
     """The engine doesn't satisfy a check. The message is one line: what is wrong, and where."""
@@ -124,6 +126,28 @@ def tree(context: Context) -> str:
     return f"{len(lines)} files as the series leaves them" if lines else "the series touches no file"
 
 
+def record(context: Context) -> str:
+    """Each file of the engine's package has the sha256 and the size that its RECORD says, the patched ones, too."""
+    name = context.release.get("package") or context.release["engine"]
+    try:
+        files = importlib.metadata.files(name)
+    except importlib.metadata.PackageNotFoundError:
+        raise Unmet(f"{name} is not installed") from None
+    path = next((Path(str(file.locate())) for file in files or () if file.name == "RECORD"), None)
+    if path is None:
+        raise Unmet(f"{name} has no RECORD")
+    try:
+        wrong = wheel_record.differences(path)
+        listed = {fields[0] for _, fields in wheel_record.read(path)}
+    except wheel_record.Untrue as untrue:
+        raise Unmet(str(untrue)) from None
+    lines = [line.split()[0] for line in (context.series / "tree").read_text().splitlines() if line.strip()]
+    wrong += [f"{file} is not listed" for file in lines if file[0] != "#" and file not in listed]
+    require(not wrong, f"{len(wrong)} files are not as RECORD says: {'; '.join(wrong[:3])}")
+    require(len(listed) > 1, f"RECORD of {name} lists no file")
+    return f"{len(listed)} files of {name}"
+
+
 # What nearly each gap wants.
 PATCH = "apply the patch of the series that closes it (patches/README.md), or use a release that has closed it"
 
@@ -169,5 +193,6 @@ def compiler(context: Context) -> str:
 FIRST = (
     Check("version", version, "build the image again from pins.toml; nothing may be installed over the engine"),
     Check("tree", tree, "apply the series to the pristine wheel again (or write `tree` again after a patch changed)"),
+    Check("record", record, "apply the series to a fresh install, with apply_series.py, which keeps RECORD true"),
 )
 LAST = (Check("compiler", compiler, "put gcc, libc6-dev, Python's headers (and nvcc, under CUDA_HOME) in the image"),)

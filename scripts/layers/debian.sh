@@ -1,18 +1,7 @@
 # debian.sh LOCK: every Debian package of the lock at its version, and the user that the image runs as.
 set -eu
-[ ! -s /dev/shm/network ] || . /dev/shm/network
+. /dev/shm/layers/apt.sh
 export DEBIAN_FRONTEND=noninteractive SOURCE_DATE_EPOCH
-: > /tmp/apt.conf
-[ ! -s /dev/shm/ca ] || echo 'Acquire::https::CAInfo "/dev/shm/ca";' >> /tmp/apt.conf
-if [ -n "${DEBIAN_MIRROR:-}" ]; then
-    . /etc/os-release
-    printf 'deb %s\n' "$DEBIAN_MIRROR $VERSION_CODENAME main" "$DEBIAN_MIRROR $VERSION_CODENAME-updates main" \
-        "$DEBIAN_SECURITY_MIRROR $VERSION_CODENAME-security main" > /tmp/sources.list
-    # An archive's lists are past their time by design; the lock says which versions are wanted.
-    echo 'Dir::Etc::SourceList "/tmp/sources.list"; Dir::Etc::SourceParts "-"; Acquire::Check-Valid-Until "false";' \
-        >> /tmp/apt.conf
-fi
-export APT_CONFIG=/tmp/apt.conf
 
 apt-get update -qq -o APT::Update::Error-Mode=any
 # shellcheck disable=SC2046

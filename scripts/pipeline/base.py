@@ -145,10 +145,31 @@ def _bootstrap(all_pins: pins.Pins, locked: set[str]) -> Path:
     return tarball
 
 
+def keep(all_pins: pins.Pins, folder: Path) -> None:
+    """Copy the tarball of the minimal system into `folder` as SHA256.tar, whole or not at all, and only that one."""
+    locked = {f"{name}={version}" for name, version in lockfile.packages(LOCK).items()}
+    tarball = _bootstrap(all_pins, locked)
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"{files.sha256(tarball)}.tar"
+    new = target.with_suffix(".new")
+    shutil.copyfile(tarball, new)
+    new.replace(target)
+    for other in set(folder.iterdir()) - {target}:
+        other.unlink()
+
+
+def from_tarball(engine: containers.ContainerEngine, all_pins: pins.Pins, tarball: Path) -> Base:
+    """The base from a tarball that `keep` left, without any network. Its folder may be one that can't be written."""
+    parent = files.cache() / "base"
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent) as tmp:
+        return _import(engine, all_pins, Path(shutil.copyfile(tarball, Path(tmp, tarball.name))))
+
+
 def _import(engine: containers.ContainerEngine, all_pins: pins.Pins, tarball: Path) -> Base:
     digest = files.sha256(tarball)
     reference = f"{all_pins.image_name}-base:{digest[:16]}"
-    if containers.image_id(engine, reference) is None:
+    if not containers.at_hand(engine, reference):
         with tempfile.TemporaryDirectory(dir=tarball.parent) as tmp:
             os.link(tarball, Path(tmp, "base.tar"))
             Path(tmp, "Dockerfile").write_text("FROM scratch\nADD base.tar /\n")

@@ -20,7 +20,21 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scripts.pipeline import base, containers, files, in_process, lockfile, network, pins, say, series, smoke, twin
+from scripts.pipeline import (
+    base,
+    builders,
+    containers,
+    files,
+    in_process,
+    lockfile,
+    network,
+    offline,
+    pins,
+    say,
+    series,
+    smoke,
+    twin,
+)
 
 # Numbers of draft tokens that the smoke test after a build tries; the pinned one first.
 PROOF = (3, 1, 5)
@@ -267,6 +281,17 @@ def farewell(engine: containers.ContainerEngine, release: pins.Release, image: s
     return f"ready: {image}{serve if release.variant == 'cuda' else ''}\n    check:  {run} --rm {image} contract"
 
 
+def find(options: argparse.Namespace) -> containers.ContainerEngine:
+    """The engine, with the builder that the options name. Raises Stop."""
+    if not options.builder and (options.cache_from or options.cache_to):
+        raise say.Stop("--cache-from and --cache-to are those of a builder of your own: name it with --builder")
+    engine = containers.find()
+    if not options.builder:
+        return engine
+    own = builders.Builder(options.builder, tuple(options.cache_from), options.cache_to)
+    return containers.with_builder(engine, own)
+
+
 def job(argv: list[str]) -> None:
     """Build the images that the arguments choose, and show the contract of each."""
     parser = argparse.ArgumentParser(
@@ -289,7 +314,19 @@ def job(argv: list[str]) -> None:
         help="the base: registry (Debian's image by digest), bootstrap (from packages), or auto "
         "(default): bootstrap only where the registry can't be reached",
     )
+    parser.add_argument(
+        "--offline",
+        type=Path,
+        metavar="DIR",
+        help="build from what `nox -s fetch -- DIR` left there, without a network",
+    )
     parser.add_argument("--no-cache", action="store_true", help="build every layer anew")
+    parser.add_argument("--builder", metavar="NAME", help="a buildx builder of your own (`docker buildx ls`)")
+    parser.add_argument("--cache-from", metavar="HOST/PATH", action="append", default=[],
+                        help="with --builder: a registry to read its cache from (may be repeated)")  # fmt: skip
+    parser.add_argument(
+        "--cache-to", metavar="HOST/PATH", default="", help="with --builder: where to write its cache to"
+    )
     parser.add_argument("--no-smoke", action="store_true", help="build only; `nox -s smoke-ENGINE` tests it later")
     parser.add_argument("--print", action="store_true", help="make base and context ready, and show the commands")
     options = parser.parse_args(argv)
@@ -303,17 +340,17 @@ def job(argv: list[str]) -> None:
         check_series(release)
     if options.print:
         with redirect_stdout(sys.stderr):
-            engine = containers.find()
+            engine = find(options)
             origin = base.resolve(engine, all_pins, options.base)
         for release in chosen:
             show_commands(engine, all_pins, release, origin, options.no_cache)
         return
-    engine = containers.find()
-    origin = base.resolve(engine, all_pins, options.base)
-    for release in chosen:
-        build(engine, all_pins, release, origin, options.no_cache)
-    if not options.no_smoke:
-        for release in {(r.engine, r.version): r for r in chosen}.values():
+    engine = find(options)
+    proven = [] if options.no_smoke else list({(r.engine, r.version): r for r in chosen}.values())
+    with offline.sources(engine, all_pins, options.base, options.offline, chosen, proven) as origin:
+        for release in chosen:
+            build(engine, all_pins, release, origin, options.no_cache)
+        for release in proven:
             prove(engine, all_pins, release, origin)
     for release in chosen:
         say.step(farewell(engine, release, all_pins.image(release)))

@@ -17,10 +17,11 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, Unpack
 
+from scripts.pipeline import builders, image_config, network
 from scripts.pipeline.say import Stop, note
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class ContainerEngine:
     endpoint: str  # where the engine listens; empty: podman on this machine, which has no daemon
     context: str  # docker's name for that endpoint
     storage: Path | None  # where images are stored; None: not on this machine
+    own: builders.Builder | None = None  # a builder beside the engine, which gets what is built
 
     def __str__(self) -> str:
         return f"{self.kind} {self.version} ({self.client}, {self.builder})"
@@ -90,6 +92,16 @@ def find() -> ContainerEngine:
     nearest = max((why for _, why in passed), key=lambda why: why.rank)
     reasons = "; ".join(f"{client} {why}" for client, why in passed)
     raise Stop(f"no container engine that works: {reasons}: {nearest.cure}" + (f" ({FORCE} is set)" if forced else ""))
+
+
+def with_builder(engine: ContainerEngine, builder: builders.Builder) -> ContainerEngine:
+    """The same engine, with a builder of the user's own. Raises Stop where that isn't to be had."""
+    if engine.kind != "docker":
+        raise Stop(
+            f"--builder {builder.name} is one of Docker's buildx, and the engine here is {engine}: {FORCE}=docker"
+        )
+    builders.require(engine.client, builder)
+    return replace(engine, builder="buildx", own=builder)
 
 
 def _on_path(names: Sequence[str]) -> list[Path]:
@@ -217,7 +229,7 @@ class What(TypedDict):
     target: NotRequired[str]  # a stage; the last one where absent
     secrets: NotRequired[Mapping[str, Path]]  # files by id, for `RUN --mount=type=secret,id=ID`
     labels: NotRequired[Mapping[str, str]]
-    network: NotRequired[str]  # `default` or `none`, for every RUN
+    network: NotRequired[str]  # `none`, or `default`: what this machine's mirrors need (network.py); for every RUN
     no_cache: NotRequired[bool]
 
 
@@ -234,14 +246,69 @@ def build(engine: ContainerEngine, **what: Unpack[What]) -> str:
     if code:
         raise Stop(f"build of {tag} failed {failure(lines)}" + _cure(lines, engine))
     if built := image_id(engine, tag):
-        return built
+        return _without_times(engine, tag, built, int(what["args"]["SOURCE_DATE_EPOCH"]))
     raise Stop(f"{engine} says that it built {tag} and has no such image: `{engine.kind} image ls` shows what it has")
+
+
+def _without_times(engine: ContainerEngine, tag: str, built: str, epoch: int) -> str:
+    """Give an image that was built the config of image_config.py, and return its id: the same for the same layers.
+
+    Where that can't be done, the image stays as it is, and this is said.
+    """
+    image = _inspect(engine, tag)
+    try:
+        if engine.kind == "podman":
+            config = image_config.normal(image, image_config.podman_steps(image["History"]), epoch)
+            pinned = _pull_config(engine, config, tag) if config and not engine.endpoint else None
+        else:
+            pinned = _load_config(engine, image, tag, epoch)
+    except (Stop, KeyError, OSError) as why:
+        note(f"{tag}: its config stays as the builder wrote it ({_last_line(str(why))})")
+        return built
+    if pinned is None:
+        note(f"{tag}: its config stays as the builder wrote it: its layers are the same in each build, its id is not")
+    return pinned or built
+
+
+def _load_config(engine: ContainerEngine, image: Mapping[str, Any], tag: str, epoch: int) -> str | None:
+    """Docker: the id of the image with the config of every build; None where it isn't to be had."""
+    from docker.errors import DockerException
+
+    with client(engine) as api:
+        try:
+            history = api.images.get(tag).history()
+            if all(step["Created"] <= epoch for step in history):
+                return str(image["Id"])  # a builder that knows SOURCE_DATE_EPOCH
+            config = image_config.normal(image, image_config.docker_steps(history), epoch)
+            if config is None:
+                return None
+            api.images.load(image_config.docker_archive(config, tag))
+            if image_id(engine, tag) != (pinned := image_config.image_id(config)):
+                return None
+            with suppress(DockerException):  # the image as built: nothing else may need it
+                if image["Id"] != pinned and not api.images.get(image["Id"]).tags:
+                    api.images.remove(image["Id"])
+        except DockerException as error:
+            raise Stop(_last_line(str(error))) from None
+    return pinned
+
+
+def _pull_config(engine: ContainerEngine, config: bytes, tag: str) -> str | None:
+    """podman: the same. The image as built stays, without a name: podman's cache is made of such images."""
+    with tempfile.TemporaryDirectory(prefix="podman-") as folder:
+        image_config.podman_folder(config, Path(folder))
+        code, _, error = _ask([engine.client, "pull", "--quiet", f"dir:{folder}"])
+    if code:
+        raise Stop(_last_line(error))
+    pinned = image_config.image_id(config)
+    name(engine, pinned.removeprefix("sha256:"), tag)
+    return pinned if image_id(engine, tag) == pinned else None
 
 
 def build_environment(engine: ContainerEngine) -> dict[str, str]:
     """The environment variables that a build's command needs beside the user's."""
     if engine.builder == "buildx":
-        builder = _buildx_builder(engine.context)
+        builder = engine.own.name if engine.own else _buildx_builder(engine.context)
         return {"DOCKER_BUILDKIT": "1", "BUILDX_BUILDER": builder, "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
     return {"DOCKER_BUILDKIT": "1"} if engine.builder == "buildkit" else {}
 
@@ -264,11 +331,21 @@ def build_command(engine: ContainerEngine, **what: Unpack[What]) -> list[str]:
     for key, value in what.get("labels", {}).items():
         command += ["--label", f"{key}={value}"]
     command += ["--no-cache"] if what.get("no_cache") else []
-    command += ["--network", "none"] if what.get("network") == "none" else []
+    mode = what.get("network", "default")
+    mode = network.mode() if mode == "default" else mode
+    command += ["--network", mode] if mode != "default" else []
     if engine.kind == "podman":
         # Docker's format, because OCI's has no health check.
         command += ["--timestamp", epoch, "--format", "docker"]
         command += [] if engine.endpoint else [f"--ulimit={name}={n}:{n}" for name, n in _ulimits()]
+    elif engine.own:
+        if mode == "host":
+            raise Stop(
+                f"a mirror on this machine's loopback is out of reach for --builder {engine.own.name}: serve it under "
+                "an address of this machine, and name that (UV_DEFAULT_INDEX, DEBIAN_MIRROR)"
+            )
+        command += ["--progress", "plain", *builders.outputs(tag), *builders.contexts(args)]
+        command += builders.caches(engine.own, tag, what.get("target", ""))
     else:
         command += ["--progress", "plain", *(["--load"] if engine.builder == "buildx" else [])]
     return [*command, str(what["context"])]
@@ -372,7 +449,7 @@ def _command(pid: int) -> str:
 
 
 _DETAIL = re.compile(r"#\d+ (sha256:|transferring |DONE 0\.\d+s$)|#\d+ \d+\.\d+ $|$")  # what helps nobody who waits
-_NOISE = re.compile(r"^(-+|sha256:\S+|: exit status.*|time=.*|)$")
+_NOISE = re.compile(r"^(-+|sha256:\S+|Expected:|Computed:|: exit status.*|time=.*|)$")
 _WRAPPING = re.compile(
     r"^(error: |failed to build: |failed to solve( with frontend \S+)?: |rpc error: code = \w+ desc = "
     r"|failed to create LLB definition: )+",
@@ -435,6 +512,33 @@ def _inspect(engine: ContainerEngine, ref: str) -> dict[str, Any]:
     if code and not any(absent in error.lower() for absent in ("no such image", "not known", "no such object")):
         raise Stop(f"{engine} can't look at the image {ref}: {_last_line(error)}")
     return _json(text)
+
+
+def at_hand(engine: ContainerEngine, ref: str) -> bool:
+    """Whether an image is there for a build to start from."""
+    known = engine.own is None or builders.digest(builders.layout(ref)) is not None
+    return known and image_id(engine, ref) is not None
+
+
+def description(engine: ContainerEngine, ref: str) -> dict[str, Any]:
+    """An image in the engine's words. Raises Stop where there's no such image."""
+    if image := _inspect(engine, ref):
+        return image
+    raise Stop(f"{engine} has no image {ref}: build or pull it first")
+
+
+def name(engine: ContainerEngine, ref: str, tag: str) -> None:
+    """Give an image another name. Raises Stop."""
+    code, _, error = _ask([engine.client, "tag", ref, tag])
+    if code:
+        raise Stop(f"{ref} can't be named {tag}: {_last_line(error)}")
+
+
+def forget(engine: ContainerEngine, prefix: str) -> None:
+    """Take away every name of an image that begins with `prefix`; what nothing else needs goes with it."""
+    _, text, _ = _ask([engine.client, "image", "ls", "--format", "{{.Repository}}:{{.Tag}}"])
+    if names := [name for name in text.split() if name.removeprefix("localhost/").startswith(prefix)]:
+        _ask([engine.client, "image", "rm", "--force", *names])
 
 
 def disk_free(engine: ContainerEngine) -> int | None:

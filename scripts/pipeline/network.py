@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from scripts.pipeline.say import Stop
 
@@ -33,6 +34,13 @@ def debian() -> tuple[str, str] | None:
     main = os.environ.get("DEBIAN_MIRROR", "").rstrip("/")
     security = re.sub(r"/debian(?=/|$)", "/debian-security", main)
     return (main, os.environ.get("DEBIAN_SECURITY_MIRROR", security)) if main else None
+
+
+def mode() -> str:
+    """The network of a step that fetches: `host` where a mirror is on this machine's loopback, else `default`."""
+    addresses = [*index().values(), *(debian() or ()), *(os.environ.get(name, "") for name in PROXIES[:2])]
+    hosts = {urlsplit(address).hostname or "" for address in addresses}
+    return "host" if any(host == "localhost" or host.startswith("127.") for host in hosts) else "default"
 
 
 def values() -> dict[str, str]:

@@ -117,7 +117,7 @@ def touched(files: Mapping[str, bytes]) -> list[str]:
 
 
 def digest(files: Mapping[str, bytes]) -> str:
-    """The hash of a series: of the output of `sha256sum series PATCH... tree`, as apply_series.py records it."""
+    """The hash of a series: of the output of `sha256sum series PATCH... tree`, as patch_series.py records it."""
     names = ["series", *entries(files["series"]), "tree"]
     listing = "".join(f"{hashlib.sha256(files[name]).hexdigest()}  {name}\n" for name in names)
     return hashlib.sha256(listing.encode()).hexdigest()

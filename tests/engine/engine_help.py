@@ -68,7 +68,8 @@ class Engine:
     """A tree of symbolic links to a pristine release, with files of its own where they are written."""
 
     def __init__(self, version: str, folder: Path) -> None:
-        self.version, self.python, self.root = version, interpreter(version), folder / "site-packages"
+        self.version, self.python = version, interpreter(version)
+        self.root = folder / "lib/python/site-packages"  # at the depth that RECORD's paths to bin/ count on
         self.name = ENGINES[version]
         self.series, self.work = folder / "series", folder / "tmp"
         (folder / "tmp").mkdir(parents=True)
@@ -79,6 +80,9 @@ class Engine:
         find = f"import importlib.util as u; print(u.find_spec('{self.name}').submodule_search_locations[0])"
         source = subprocess.run([self.python, "-c", find], capture_output=True, text=True, check=True).stdout.strip()
         shutil.copytree(source, self.root / self.name, copy_function=os.symlink)
+        info = next(Path(source).parent.glob(f"{self.name}-*.dist-info"))
+        shutil.copytree(info, self.root / info.name, copy_function=os.symlink)
+        (folder / "bin").symlink_to(self.python.parent)
 
     def write(self, path: str, data: bytes) -> None:
         """Make a file of the tree's own, without touching the release's."""

@@ -346,6 +346,16 @@ BUILDKIT = """#1 [internal] load build definition from Dockerfile
  > [engine 3/5] RUN install engine:
 ------
 executor failed running [/bin/sh -c install engine]: exit code: 1"""
+OTHER_BYTES = """#9 [engine 1/2] RUN install engine
+#9 1.124 error: Failed to download `six==1.17.0`
+#9 1.125   cause: Hash mismatch for `six==1.17.0`
+#9 1.126
+#9 1.126          Expected:
+#9 1.126            sha256:ff70335d468e7eb6ec65b95b99d3a2836546063f63acc5171de367e834932a81
+#9 1.127
+#9 1.127          Computed:
+#9 1.127            sha256:52208f76a3958e1bfdf80fe777ec407c81afc66b6d6ce4a9667f7c06bf1825ae
+#9 ERROR: executor failed running [/bin/sh -c install engine]: exit code: 1"""
 BUILDKIT_SILENT = """#4 [1/1] COPY nofile /x
 #4 ERROR: "/nofile" not found: not found
 ------
@@ -366,12 +376,13 @@ ERROR: failed to solve with frontend dockerfile.v0: failed to create LLB definit
     ("output", "says"),
     [
         (BUILDKIT, "at `[engine 3/5] RUN install engine`: E: no such version"),
+        (OTHER_BYTES, "at `[engine 1/2] RUN install engine`: cause: Hash mismatch for `six==1.17.0`"),
         (BUILDKIT_SILENT, 'at `[1/1] COPY nofile /x`: "/nofile" not found: not found'),
         (BUILDAH, "at `[2/2] STEP 3/3: RUN install engine`: E: no such version"),
         (SYNTAX, "before its first step: target nil could not be found"),
         ("", "before its first step: the builder says nothing"),
     ],
-    ids=["BuildKit, parallel steps", "BuildKit, no output", "buildah", "no step", "silence"],
+    ids=["BuildKit, parallel steps", "BuildKit, a hash", "BuildKit, no output", "buildah", "no step", "silence"],
 )
 def test_a_failure_is_told_by_its_step_and_its_last_words(output: str, says: str) -> None:
     assert containers.failure(output.splitlines()) == says

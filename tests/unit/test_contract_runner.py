@@ -111,7 +111,7 @@ def test_a_missing_engine_makes_each_check_false_and_crashes_none(engine: str, a
     assert set(outcome) == {"engine", "version", "checks", "ok"}
 
 
-@pytest.mark.parametrize(("engine", "count"), [("vllm", 15), ("sglang", 17)])
+@pytest.mark.parametrize(("engine", "count"), [("vllm", 16), ("sglang", 18)])
 def test_names_are_listed_without_the_engine_and_are_unique(engine: str, count: int, tmp_path: Path) -> None:
     done = run("--list", "--release", release_file(tmp_path, engine=engine))
     names = done.stdout.split()
