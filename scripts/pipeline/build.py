@@ -20,7 +20,20 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scripts.pipeline import base, containers, files, in_process, lockfile, network, pins, say, series, smoke, twin
+from scripts.pipeline import (
+    attest,
+    base,
+    containers,
+    files,
+    in_process,
+    lockfile,
+    network,
+    pins,
+    say,
+    series,
+    smoke,
+    twin,
+)
 
 # Numbers of draft tokens that the smoke test after a build tries; the pinned one first.
 PROOF = (3, 1, 5)
@@ -124,8 +137,8 @@ def unpatched(all_pins: pins.Pins, release: pins.Release) -> str:
     return f"{all_pins.image_name}-{release.engine}-unpatched:{release.tag}"
 
 
-def steps(all_pins: pins.Pins, release: pins.Release, origin: base.Base) -> tuple[Step, Step]:
-    """The two calls of the builder that make an image."""
+def steps(all_pins: pins.Pins, release: pins.Release, origin: base.Base, context: Path) -> tuple[Step, Step]:
+    """The two calls of the builder that make an image. Its labels name every input by hash."""
     image = all_pins.image(release)
     engine_image = unpatched(all_pins, release)
     args = {"SOURCE_DATE_EPOCH": str(all_pins.source_date_epoch), "BASE_IMAGE": origin.reference}
@@ -136,9 +149,7 @@ def steps(all_pins: pins.Pins, release: pins.Release, origin: base.Base) -> tupl
         "org.opencontainers.image.base.name": origin.reference,
         "org.opencontainers.image.base.digest": f"sha256:{origin.sha256}",
         "kimi-eagle3.base": origin.kind,
-        "kimi-eagle3.series": series.digest(series.load(release.series)),
-        "kimi-eagle3.lock.torch": files.sha256(release.torch.lock),
-        "kimi-eagle3.lock.engine": files.sha256(release.lock),
+        **attest.input_labels(release, context),
     }
     return (
         Step("engine", engine_image, args, {"kimi-eagle3.base": origin.kind}, "default"),
@@ -185,7 +196,7 @@ def build(
         say.step(f"{release.name}: the wheel's Python is the image's but for {twin.compare(all_pins, release)}")
     with alone(release), network.secrets() as given, tempfile.TemporaryDirectory(dir=contexts) as own:
         context = prepare_context(all_pins, release, origin, Path(own))
-        first, second = steps(all_pins, release, origin)
+        first, second = steps(all_pins, release, origin, context)
         needed = REBUILD_GB if containers.image_id(engine, first.tag) and not no_cache else all_pins.disk_gb
         containers.require_disk(engine, needed)
         for step in (first, second):
@@ -243,7 +254,7 @@ def show_commands(engine: containers.ContainerEngine, all_pins: pins.Pins, relea
     if values := network.values():
         print(f"# also: --secret id=network,src=FILE, with a line `export NAME=VALUE` for each of {', '.join(values)}")
     environment = [f"{name}={value}" for name, value in containers.build_environment(engine).items()]
-    for step in steps(all_pins, release, origin):
+    for step in steps(all_pins, release, origin, context):
         command = containers.build_command(engine, **what(release, context, step, given, no_cache))
         print(shlex.join([*environment, *command]))
 

@@ -1,15 +1,12 @@
 """The container engine of this machine, the base image, and a registry of our own."""
 
-import os
 import shutil
-import socket
 import subprocess
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import registries
 
 from scripts.pipeline import base, containers, pins
 
@@ -40,25 +37,5 @@ def registry_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def registry(registry_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """`HOST:PORT` of a real registry, alive for the session, on loopback alone."""
-    folder = tmp_path_factory.mktemp("registry")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    config = folder / "config.yml"
-    config.write_text(
-        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {folder / 'data'}}}}}\nhttp: {{addr: '{address}'}}\n"
-    )
-    with (folder / "log").open("w") as log:
-        server = subprocess.Popen([registry_program, "serve", config], stdout=log, stderr=log, env=os.environ)
-    try:
-        for _ in range(100):
-            try:
-                urllib.request.urlopen(f"http://{address}/v2/", timeout=1).close()
-                break
-            except OSError:
-                assert server.poll() is None, (folder / "log").read_text()
-                time.sleep(0.1)
+    with registries.serve(registry_program, tmp_path_factory.mktemp("registry")) as address:
         yield address
-    finally:
-        server.terminate()
-        server.wait()

@@ -1,0 +1,468 @@
+"""Pushing to a real registry: what is there afterwards, and that nothing half-made ever has a tag."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pushing
+import pytest
+import registries
+from pushing import MOVING, NAME
+
+from scripts.pipeline import attest, containers, oci, pins, push, receipt, sink, verify
+from scripts.pipeline.say import Stop
+
+ALL = sorted([attest.SBOM_TYPE, attest.STATEMENT_TYPE, attest.RECEIPT_TYPE])
+MB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, engine: containers.ContainerEngine, tmp_path: Path) -> None:
+    """No waiting between tries, this user's login out of the way, and the engine looked for once."""
+    monkeypatch.setattr(oci, "WAITS", (0.01,) * 5)
+    monkeypatch.setattr(containers, "find", lambda: engine)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-login"))
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.delenv("COSIGN_KEY", raising=False)
+
+
+@pytest.fixture(scope="module")
+def image(engine: containers.ContainerEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[receipt.Image]:
+    folder = tmp_path_factory.mktemp("image")
+    layers = [random.Random(0).randbytes(3 * MB), random.Random(1).randbytes(20000)]
+    with pushing.image(engine, folder / "context", layers, pushing.labels(folder)) as built:
+        yield built
+
+
+@pytest.fixture
+def proof(image: receipt.Image, tmp_path: Path) -> Path:
+    """The receipt of the image."""
+    return pushing.written(tmp_path / "receipt.json", pushing.receipt_of(image))
+
+
+@pytest.fixture
+def address(registry_program: Path, tmp_path: Path) -> Iterator[str]:
+    """A registry that nobody has used."""
+    with registries.serve(registry_program, tmp_path) as place:
+        yield place
+
+
+def pushed(address: str, image: receipt.Image, *more: str | Path) -> None:
+    arguments = ["vllm", "--version", "0.16.0", "--registry", f"{address}/team", "--image", image.reference]
+    push.job([*arguments, *map(str, more)])
+
+
+def whole(address: str, image: receipt.Image) -> bool:
+    """Whether both tags are on the image, and all is attached."""
+    tags, kinds = pushing.state(address)
+    return tags.keys() == {MOVING, pushing.fixed(image)} and len(set(tags.values())) == 1 and kinds == ALL
+
+
+def never_half(address: str, image: receipt.Image) -> None:
+    """The moving tag is only where the fixed one is, and a tag only where all is attached."""
+    tags, kinds = pushing.state(address)
+    assert set(tags) in (set(), {pushing.fixed(image)}, {pushing.fixed(image), MOVING}), tags
+    assert not tags or kinds == ALL, kinds
+
+
+def test_an_image_is_pushed_tagged_read_back_and_verified(
+    address: str, image: receipt.Image, proof: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pushed(address, image, "--receipt", proof)
+    assert whole(address, image)
+    registry = oci.connect(address)
+    manifest = registry.manifest(NAME, MOVING)
+    assert manifest and manifest.json()["config"]["digest"] == image.id
+    said = capsys.readouterr().out
+    assert f"{address}/{NAME}@{manifest.digest}" in said
+    assert "not signed: cosign isn't installed" in said
+    for reference in (f"@{manifest.digest}", f":{MOVING}", f":{pushing.fixed(image)}"):
+        verify.job([f"{address}/{NAME}{reference}"])
+    assert "FALSE" not in capsys.readouterr().out
+    with pytest.raises(Stop, match=r"receipt: S3 .* asked is S4: test it up to S4"):
+        verify.job([f"{address}/{NAME}:{MOVING}", "--level", "S4"])
+
+
+def test_the_image_that_was_pushed_is_pulled_as_the_same(
+    engine: containers.ContainerEngine, address: str, image: receipt.Image, proof: Path
+) -> None:
+    pushed(address, image, "--receipt", proof)
+    reference = f"{address}/{NAME}:{MOVING}"
+    subprocess.run([engine.client, "pull", "--quiet", reference], check=True, capture_output=True)
+    try:
+        assert containers.image_id(engine, reference) == image.id
+    finally:
+        subprocess.run([engine.client, "rmi", reference], capture_output=True)
+
+
+def test_pushing_again_sends_nothing_and_gives_the_same_digests(
+    address: str, image: receipt.Image, proof: Path
+) -> None:
+    with registries.proxied(address) as proxy:
+        pushed(proxy.address, image, "--receipt", proof)
+        before, first = pushing.state(address), proxy.received
+        pushed(proxy.address, image, "--receipt", proof)
+        assert pushing.state(address) == before
+        assert first > 3 * MB
+        assert proxy.received - first < 20000
+
+
+def test_two_registries_get_the_same_digest(address: str, registry: str, image: receipt.Image, proof: Path) -> None:
+    pushed(address, image, "--receipt", proof)
+    pushed(registry, image, "--receipt", proof)
+    assert pushing.state(address)[0] == pushing.state(registry)[0]
+
+
+def test_no_name_of_the_way_stays_in_the_engine(
+    engine: containers.ContainerEngine, address: str, image: receipt.Image, proof: Path
+) -> None:
+    pushed(address, image, "--receipt", proof)
+    assert containers.names(engine, image.id) == [image.reference]
+
+
+# --- what is refused
+
+
+def refused(address: str, image: receipt.Image, match: str, *more: str | Path) -> None:
+    before = pushing.state(address)
+    with pytest.raises(Stop, match=match) as stop:
+        pushed(address, image, *more)
+    assert "\n" not in str(stop.value)
+    assert pushing.state(address) == before
+
+
+def test_without_a_receipt_nothing_is_pushed(address: str, image: receipt.Image) -> None:
+    refused(address, image, r"there is no receipt for vllm 0\.16\.0, image sha256:.*`nox -s build-vllm")
+    assert oci.connect(address).tags(NAME) == []
+
+
+def test_the_receipt_of_another_image_is_refused(address: str, image: receipt.Image, tmp_path: Path) -> None:
+    made = pushing.receipt_of(receipt.Image(image.reference, f"sha256:{'1' * 64}", (), image.labels))
+    path = pushing.written(tmp_path / "other.json", made)
+    refused(address, image, r"doesn't speak for sha256:.*it is of another image, sha256:1111", "--receipt", path)
+
+
+def test_a_receipt_that_is_too_low_for_the_registry_is_refused(
+    address: str, image: receipt.Image, proof: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stricter = tmp_path / "pins.toml"
+    entry = f'[[push.registry]]\nprefix = "{address}/team"\nlevel = "S4"\n'
+    stricter.write_text(pins.PINS.read_text() + entry)
+    monkeypatch.setattr(pins.load, "__defaults__", (stricter,))
+    refused(address, image, r"reached S3 .*, and the registry asks for S4: .*--gpus", "--receipt", proof)
+    stricter.write_text(pins.PINS.read_text() + entry.replace("/team", "/teams"))
+    pushed(address, image, "--receipt", proof)
+
+
+def test_a_fixed_tag_that_is_taken_is_never_moved(address: str, image: receipt.Image, proof: Path) -> None:
+    pushing.put_other(address, pushing.fixed(image))
+    refused(address, image, r"is taken by another image, .* and it never moves", "--receipt", proof)
+
+
+def test_an_image_of_other_sources_is_refused(
+    engine: containers.ContainerEngine, address: str, image: receipt.Image, tmp_path: Path
+) -> None:
+    labels = image.labels | {"kimi-eagle3.series": "0" * 64}
+    with pushing.image(engine, tmp_path / "other", [b"x"], labels) as other:
+        path = pushing.written(tmp_path / "r.json", pushing.receipt_of(other))
+        refused(address, other, r"built from others than are here \(kimi-eagle3\.series\)", "--receipt", path)
+
+
+# --- what goes wrong on the way
+
+
+def test_wherever_a_push_breaks_off_nothing_is_half_tagged_and_the_next_one_finishes(
+    address: str, image: receipt.Image, proof: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oci, "WAITS", ())
+    with registries.proxied(address) as proxy:
+        broke = 0
+        for allowed in range(60):
+            left = allowed
+
+            def fault(method: str, path: str) -> str | None:
+                nonlocal left
+                left -= method in ("PUT", "POST")
+                return "cut" if left < 0 else None
+
+            proxy.fault = fault
+            try:
+                pushed(proxy.address, image, "--receipt", proof)
+            except Stop as stop:
+                assert "run it again" in str(stop)
+                broke += 1
+                never_half(address, image)
+            else:
+                break
+        assert broke > 4, "it was hardly ever broken off: this shows nothing"
+        assert whole(address, image)
+
+
+@pytest.mark.parametrize("way", [500, 503, "cut", "lost"])
+def test_a_registry_that_fails_now_and_then_is_tried_again(
+    address: str, image: receipt.Image, proof: Path, way: int | str
+) -> None:
+    with registries.proxied(address) as proxy:
+        count, failed = 0, []
+
+        def fault(method: str, path: str) -> int | str | None:
+            nonlocal count
+            count += 1
+            if count % 3:
+                return None
+            failed.append(f"{method} {path}")
+            return way
+
+        proxy.fault = fault
+        pushed(proxy.address, image, "--receipt", proof)
+        assert len(failed) > 5
+    assert whole(address, image)
+
+
+def test_a_registry_that_keeps_failing_is_one_line(address: str, image: receipt.Image, proof: Path) -> None:
+    with registries.proxied(address) as proxy:
+        proxy.fault = lambda method, path: 500 if method == "PUT" and "/blobs/" in path else None
+        with pytest.raises(Stop, match=r"sending sha256:\S+ \(\d+ bytes\): 500, 6 times: run it again") as stop:
+            pushed(proxy.address, image, "--receipt", proof)
+        assert "\n" not in str(stop.value)
+        assert "?" not in str(stop.value)
+    never_half(address, image)
+
+
+def test_a_tag_that_somebody_else_moves_meanwhile_is_noticed_and_left(
+    address: str, image: receipt.Image, proof: Path
+) -> None:
+    pushing.put_other(address, MOVING, "before")
+    with registries.proxied(address) as proxy:
+        theirs = []
+
+        def fault(method: str, path: str) -> None:
+            if method == "PUT" and path.endswith(pushing.fixed(image)) and not theirs:
+                theirs.append(pushing.put_other(address, MOVING, "meanwhile"))
+
+        proxy.fault = fault
+        with pytest.raises(Stop, match=r"was moved by somebody else meanwhile, from sha256:.* to sha256:"):
+            pushed(proxy.address, image, "--receipt", proof)
+        registry = oci.connect(address)
+        assert (found := registry.manifest(NAME, MOVING)) and found.digest == theirs[0]
+        pushed(proxy.address, image, "--receipt", proof)
+    assert whole(address, image)
+
+
+def test_a_tag_that_somebody_else_moves_at_the_very_end_is_noticed(
+    address: str, image: receipt.Image, proof: Path
+) -> None:
+    with registries.proxied(address) as proxy:
+        written = False
+
+        def fault(method: str, path: str) -> None:
+            nonlocal written
+            if path.endswith(f"/manifests/{MOVING}"):
+                if written:
+                    pushing.put_other(address, MOVING)
+                written = written or method == "PUT"
+
+        proxy.fault = fault
+        with pytest.raises(Stop, match=r"0\.16\.0 holds sha256:\w+, not sha256:\w+: somebody else pushes"):
+            pushed(proxy.address, image, "--receipt", proof)
+
+
+def test_a_killed_push_leaves_no_tag_and_the_next_one_goes_on(
+    engine: containers.ContainerEngine, address: str, image: receipt.Image, proof: Path
+) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+    with registries.proxied(address) as proxy:
+
+        def fault(method: str, path: str) -> str | None:
+            if method == "PUT" and "/blobs/" in path and not reached.is_set():
+                reached.set()
+                go_on.wait(30)
+                return "cut"
+            return None
+
+        proxy.fault = fault
+        command = [sys.executable, "-m", "scripts.pipeline.push", "vllm", "--version", "0.16.0", "--image"]
+        command += [image.reference, "--registry", f"{proxy.address}/team", "--receipt", str(proof)]
+        child = subprocess.Popen(command, cwd=pins.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        try:
+            assert reached.wait(60)
+        finally:
+            child.send_signal(signal.SIGKILL)
+            child.communicate()
+        go_on.set()
+        assert oci.connect(address).tags(NAME) == []
+        pushed(proxy.address, image, "--receipt", proof)
+    assert whole(address, image)
+    assert containers.names(engine, image.id) == [image.reference]
+
+
+def test_a_full_registry_is_one_line_and_room_lets_it_go_on(
+    registry_program: Path, image: receipt.Image, proof: Path, tmp_path: Path
+) -> None:
+    storage = tmp_path / "storage"
+    storage.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", storage], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("no tmpfs can be mounted here: it needs root")
+    try:
+        with registries.serve(registry_program, tmp_path, storage) as address:
+            with pytest.raises(Stop, match=r"the registry is full or has a limit") as stop:
+                pushed(address, image, "--receipt", proof)
+            assert "\n" not in str(stop.value)
+            assert oci.connect(address).tags(NAME) == []
+            subprocess.run(["mount", "-o", "remount,size=40m", storage], check=True)
+            pushed(address, image, "--receipt", proof)
+            assert whole(address, image)
+    finally:
+        subprocess.run(["umount", "--lazy", storage], check=True)
+
+
+# --- TLS and logins
+
+
+def log_in(folder: Path, address: str, password: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `docker login` leaves it."""
+    import base64
+    import json
+
+    folder.mkdir(exist_ok=True)
+    auth = base64.b64encode(f"{registries.USER}:{password}".encode()).decode()
+    (folder / "config.json").write_text(json.dumps({"auths": {address: {"auth": auth}}}))
+    monkeypatch.setenv("DOCKER_CONFIG", str(folder))
+
+
+@pytest.fixture
+def guarded(registry_program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A registry with TLS of an authority of its own, and a login."""
+    pair = registries.certificate(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", str(pair[0]))
+    with registries.serve(registry_program, tmp_path, certificate=pair, login=True) as place:
+        yield place
+
+
+def test_tls_of_ones_own_authority_and_the_docker_login_work_and_the_password_shows_nowhere(
+    guarded: str, image: receipt.Image, proof: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    log_in(tmp_path / "login", guarded, registries.PASSWORD, monkeypatch)
+    seen, ended = set(), threading.Event()
+
+    def watch() -> None:
+        while not ended.is_set():
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                try:
+                    seen.add(path.read_bytes())
+                except OSError:
+                    continue
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        pushed(guarded, image, "--receipt", proof)
+        verify.job([f"{guarded}/{NAME}:{MOVING}"])
+    finally:
+        ended.set()
+        watcher.join()
+    shown = capfd.readouterr()
+    auth = (tmp_path / "login" / "config.json").read_text().split('"')[-2]
+    assert any(b"push" in line for line in seen), "the push's processes weren't seen: this shows nothing"
+    for secret in (registries.PASSWORD, auth):
+        assert secret not in shown.out + shown.err
+        assert not any(secret.encode() in line for line in seen)
+
+
+def test_a_credential_helper_is_asked(
+    guarded: str, image: receipt.Image, proof: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "login"
+    folder.mkdir()
+    helper = folder / "docker-credential-mine"
+    answer = f'{{"ServerURL": "", "Username": "{registries.USER}", "Secret": "{registries.PASSWORD}"}}'
+    helper.write_text(f"#!/bin/sh\nread host\n[ $1 $host = get {guarded} ] && echo '{answer}'\n")
+    helper.chmod(0o755)
+    (folder / "config.json").write_text(f'{{"credHelpers": {{"{guarded}": "mine"}}}}')
+    monkeypatch.setenv("DOCKER_CONFIG", str(folder))
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    pushed(guarded, image, "--receipt", proof)
+    helper.write_text(f"#!/bin/sh\necho secret-of-{registries.PASSWORD}\nexit 1\n")
+    with pytest.raises(Stop, match=r"the Docker login for \S+ can't be read: run `docker login") as stop:
+        pushed(guarded, image, "--receipt", proof)
+    assert registries.PASSWORD not in str(stop.value)
+
+
+@pytest.mark.parametrize("password", ["wrong-battery-9035", None], ids=["wrong", "none"])
+def test_wrong_credentials_are_one_line_without_them(
+    guarded: str, image: receipt.Image, proof: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    password: str | None,
+) -> None:  # fmt: skip
+    why = "there is no Docker login for it"
+    if password:
+        log_in(tmp_path / "login", guarded, password, monkeypatch)
+        why = "the Docker login isn't accepted"
+    with pytest.raises(
+        Stop, match=rf"401 \(UNAUTHORIZED .*\): {why}.*: run `docker login {re.escape(guarded)}`"
+    ) as stop:
+        pushed(guarded, image, "--receipt", proof)
+    assert "\n" not in str(stop.value) and (password or "wrong") not in str(stop.value)
+    log_in(tmp_path / "login", guarded, registries.PASSWORD, monkeypatch)
+    assert oci.connect(guarded).tags(NAME) == []
+
+
+def test_tls_that_is_not_trusted_is_refused(guarded: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SSL_CERT_FILE")
+    with pytest.raises(
+        Stop, match=r"no TLS that can be trusted \(self.signed certificate\): name your CA with SSL_CERT"
+    ):
+        oci.connect(guarded)
+
+
+def test_http_is_for_this_machine_or_by_an_explicit_flag(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oci, "local", lambda host: False)
+    with pytest.raises(Stop, match=r"no TLS that can be trusted .*--plain-http"):
+        oci.connect(address)
+    assert oci.connect(address, plain_http=True).tags(NAME) == []
+
+
+# --- what is sent
+
+
+def test_after_a_patch_edit_only_the_last_layer_is_sent(
+    engine: containers.ContainerEngine, address: str, image: receipt.Image, proof: Path, tmp_path: Path
+) -> None:
+    layers = [random.Random(0).randbytes(3 * MB), random.Random(2).randbytes(20000)]
+    labels = image.labels | {"kimi-eagle3.series": "1" * 64}
+    with (
+        registries.proxied(address) as proxy,
+        pushing.image(engine, tmp_path / "edited", layers, labels) as edited,
+    ):
+        pushed(proxy.address, image, "--receipt", proof)
+        before = proxy.received
+        made = pushing.receipt_of(edited)
+        place = push.Place(oci.connect(proxy.address), NAME, pushing.fixed(edited), MOVING)
+        push.push(engine, pushing.PINS, pushing.RELEASE, edited, place, made)
+        assert 20000 < proxy.received - before < 60000, (
+            "the layer, and what is attached but the SBOM, which is the same"
+        )
+
+
+def test_another_engine_takes_over_the_layers_of_the_first(
+    engine: containers.ContainerEngine, address: str, image: receipt.Image, proof: Path
+) -> None:
+    with registries.proxied(address) as proxy:
+        pushed(proxy.address, image, "--receipt", proof)
+        before = proxy.received
+        registry = oci.connect(proxy.address)
+        manifest, sent = sink.hand_over(engine, image.id, registry, "team/another", [NAME])
+        registry.put("team/another", manifest.digest, manifest)
+        assert not sent.sent
+        assert proxy.received - before < 20000
+        assert [r for r in proxy.requests if "mount=" in r]
+    assert time.monotonic()
