@@ -61,11 +61,12 @@ def check_labels(release: pins.Release, labels: Mapping[str, str]) -> None:
         raise Stop(f"the image of {release.name} was built from others than are here ({', '.join(other)}): {cure}")
 
 
-def sbom(release: pins.Release) -> Json:
+def sbom(release: pins.Release, suite: str) -> Json:
     """The bill of materials: every wheel by name, version and hash, every Debian package by version.
 
     It names no image, since all with the same locks share it: the referrer that holds it does. A wheel that is
-    published for several platforms has several hashes in the lock, and any one of them may be the file.
+    published for several platforms has several hashes in the lock, and any one of them may be the file. `suite` is
+    Debian's.
     """
     components: list[Json] = []
     for name, path in locks(release).items():
@@ -73,7 +74,7 @@ def sbom(release: pins.Release) -> Json:
         text = path.read_text()
         if name == "debian":
             for package, version in sorted(lockfile.packages(path).items()):
-                ref = f"pkg:deb/debian/{package.replace('+', '%2B')}@{version.replace('+', '%2B')}?distro=bookworm"
+                ref = f"pkg:deb/debian/{package.replace('+', '%2B')}@{version.replace('+', '%2B')}?distro={suite}"
                 components.append(_component(package, version, ref, ()))
             continue
         found = _WHEEL.findall(text)

@@ -77,9 +77,8 @@ def bring(engine: containers.ContainerEngine, all_pins: pins.Pins, place: Place,
     others = {repository(all_pins, path, release.engine) for release in all_pins.releases} - {place.name}
     with timed(f"{place}: layers"):
         manifest, sent = sink.hand_over(engine, image.id, place.registry, place.name, sorted(others))
-    layers = manifest.json().get("layers") or []
-    note(f"{len(layers)} layers: {len(sent.there)} blobs were there, {len(sent.sent)} sent")
-    note(f"{sum(sent.sent.values())} bytes sent of {sum(int(layer['size']) for layer in layers)}")
+    total = sum(sent.sent.values()) + sum(sent.there.values())
+    note(f"{len(sent.sent)} blobs sent, {len(sent.there)} were there: {sum(sent.sent.values())} of {total} bytes sent")
     if not same_image(place.registry, place.name, manifest, image.id):
         raise Stop(f"{engine} handed over another image than {image.id[:19]}: build it again, then push")
     place.registry.put(place.name, manifest.digest, manifest)
@@ -147,7 +146,7 @@ def push(
         note(f"{place.fixed} is there already: {manifest.digest}")
     else:
         manifest = bring(engine, all_pins, place, image)
-    bill = oci.canonical(attest.sbom(release))
+    bill = oci.canonical(attest.sbom(release, all_pins.debian.suite))
     local = repository(all_pins, "", release.engine)
     epoch = all_pins.source_date_epoch
     statement = oci.canonical(attest.provenance(release, image.labels, local, manifest.digest, bill, epoch))

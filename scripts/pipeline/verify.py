@@ -188,19 +188,24 @@ def verify(registry: oci.Registry, name: str, reference: str, asked: str) -> tup
         raise Stop(f"{registry.host}/{name} has no {reference}: `nox -s push-ENGINE` puts it there")
     config = push.config_of(registry, name, manifest)
     image = Image(registry, name, manifest, oci.Manifest(registry.blob(name, config), "").json())
-    checks: tuple[Callable[[], Check], ...] = (
-        lambda: manifest_and_config(image), lambda: labels(image), lambda: tags(image), lambda: receipts(image, asked),
-        lambda: provenance(image), lambda: bill(image), lambda: signature(image),
-    )  # fmt: skip
-    return manifest.digest, [_guarded(check) for check in checks]
+    checks: dict[str, Callable[[], Check]] = {
+        "manifest": lambda: manifest_and_config(image),
+        "labels": lambda: labels(image),
+        "tags": lambda: tags(image),
+        "receipt": lambda: receipts(image, asked),
+        "provenance": lambda: provenance(image),
+        "SBOM": lambda: bill(image),
+        "signature": lambda: signature(image),
+    }
+    return manifest.digest, [_guarded(name, check) for name, check in checks.items()]
 
 
-def _guarded(check: Callable[[], Check]) -> Check:
-    """A document of another shape than its type is false, as is one whose bytes aren't those of its digest."""
+def _guarded(name: str, check: Callable[[], Check]) -> Check:
+    """A check, which is false where what it reads has another shape than its type."""
     try:
         return check()
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        return Check("documents", False, f"one has another shape than its type ({type(error).__name__} {error})")
+        return Check(name, False, f"it has another shape than its type ({type(error).__name__}: {error})")
 
 
 def job(argv: list[str]) -> None:

@@ -119,3 +119,8 @@ def put_other(address: str, tag: str, words: str = "other") -> str:
     manifest = oci.Manifest(oci.canonical(content), oci.DOCKER_MANIFEST)
     registry.put(NAME, tag, manifest)
     return manifest.digest
+
+
+def pushed(address: str, image: receipt.Image, *more: str | Path) -> None:
+    arguments = ["vllm", "--version", "0.16.0", "--registry", f"{address}/team", "--image", image.reference]
+    push.job([*arguments, *map(str, more)])

@@ -7,57 +7,20 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pushing
 import pytest
 import registries
-from pushing import MOVING, NAME
+from pushing import MOVING, NAME, pushed
 
 from scripts.pipeline import attest, containers, oci, pins, push, receipt, sink, verify
 from scripts.pipeline.say import Stop
 
 ALL = sorted([attest.SBOM_TYPE, attest.STATEMENT_TYPE, attest.RECEIPT_TYPE])
 MB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch, engine: containers.ContainerEngine, tmp_path: Path) -> None:
-    """No waiting between tries, this user's login out of the way, and the engine looked for once."""
-    monkeypatch.setattr(oci, "WAITS", (0.01,) * 5)
-    monkeypatch.setattr(containers, "find", lambda: engine)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-login"))
-    monkeypatch.setenv("PATH", os.environ["PATH"])
-    monkeypatch.delenv("COSIGN_KEY", raising=False)
-
-
-@pytest.fixture(scope="module")
-def image(engine: containers.ContainerEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[receipt.Image]:
-    folder = tmp_path_factory.mktemp("image")
-    layers = [random.Random(0).randbytes(3 * MB), random.Random(1).randbytes(20000)]
-    with pushing.image(engine, folder / "context", layers, pushing.labels(folder)) as built:
-        yield built
-
-
-@pytest.fixture
-def proof(image: receipt.Image, tmp_path: Path) -> Path:
-    """The receipt of the image."""
-    return pushing.written(tmp_path / "receipt.json", pushing.receipt_of(image))
-
-
-@pytest.fixture
-def address(registry_program: Path, tmp_path: Path) -> Iterator[str]:
-    """A registry that nobody has used."""
-    with registries.serve(registry_program, tmp_path) as place:
-        yield place
-
-
-def pushed(address: str, image: receipt.Image, *more: str | Path) -> None:
-    arguments = ["vllm", "--version", "0.16.0", "--registry", f"{address}/team", "--image", image.reference]
-    push.job([*arguments, *map(str, more)])
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def whole(address: str, image: receipt.Image) -> bool:
@@ -271,7 +234,7 @@ def test_a_tag_that_somebody_else_moves_at_the_very_end_is_noticed(
                 written = written or method == "PUT"
 
         proxy.fault = fault
-        with pytest.raises(Stop, match=r"0\.16\.0 holds sha256:\w+, not sha256:\w+: somebody else pushes"):
+        with pytest.raises(Stop, match=r"0\.16\.0 holds sha256:\w+ and not sha256:\w+: somebody else pushes"):
             pushed(proxy.address, image, "--receipt", proof)
 
 
@@ -386,7 +349,7 @@ def test_a_credential_helper_is_asked(
     folder.mkdir()
     helper = folder / "docker-credential-mine"
     answer = f'{{"ServerURL": "", "Username": "{registries.USER}", "Secret": "{registries.PASSWORD}"}}'
-    helper.write_text(f"#!/bin/sh\nread host\n[ $1 $host = get {guarded} ] && echo '{answer}'\n")
+    helper.write_text(f'#!/bin/sh\nread host\n[ "$1 $host" = "get {guarded}" ] && echo \'{answer}\'\n')
     helper.chmod(0o755)
     (folder / "config.json").write_text(f'{{"credHelpers": {{"{guarded}": "mine"}}}}')
     monkeypatch.setenv("DOCKER_CONFIG", str(folder))
@@ -465,4 +428,3 @@ def test_another_engine_takes_over_the_layers_of_the_first(
         assert not sent.sent
         assert proxy.received - before < 20000
         assert [r for r in proxy.requests if "mount=" in r]
-    assert time.monotonic()
