@@ -236,9 +236,11 @@ class Registry:
             return response
         said = _said(response)
         what = f"{self.host}: {method} {urlsplit(response.url).path}: {status}{said}"
+        if status == 429:
+            raise _Again(f"429{said}")
         if status in (413, 507) or (status >= 400 and any(word in response.text.lower() for word in _FULL)):
             raise Stop(f"{what}: the registry is full or has a limit: make room there, then run it again, it goes on")
-        if status == 429 or (status >= 500 and status not in (501, 505)):
+        if status >= 500 and status not in (501, 505):
             raise _Again(f"{status}{said}")
         if expected is None:
             return response

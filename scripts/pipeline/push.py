@@ -8,6 +8,7 @@ import argparse
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,9 @@ def sign(place: Place, manifest: oci.Manifest) -> str:
 
 def tag(place: Place, manifest: oci.Manifest, image: receipt.Image, before: oci.Manifest | None) -> None:
     """Set both tags, the fixed one first. `before` is what the moving one held when the push began. Raises Stop."""
-    held(place, image)
+    there = held(place, image)
+    if there and there.digest != manifest.digest:
+        raise Stop(f"{place}:{place.fixed} was set by somebody else meanwhile, to the same image: run it again")
     place.registry.put(place.name, place.fixed, manifest)
     _read_back(place, place.fixed, manifest)
     now = place.registry.manifest(place.name, place.moving)
@@ -160,10 +163,20 @@ def push(
     note(sign(place, manifest))
     step(f"tag: {place.fixed}, {place.moving}")
     tag(place, manifest, image, before)
-    listed = {entry["digest"] for entry in attached.find(registry, name, manifest.digest)}
+    confirm(place, manifest, image, documents)
+    return f"{place}@{manifest.digest}"
+
+
+def confirm(place: Place, manifest: oci.Manifest, image: receipt.Image, documents: Sequence[attached.Artifact]) -> None:
+    """Read the registry's final state back: both tags, the config, what is attached. Raises Stop where it differs."""
+    for name in (place.fixed, place.moving):
+        _read_back(place, name, manifest)
+    config = config_of(place.registry, place.name, manifest)
+    place.registry.blob(place.name, config)
+    listed = {entry["digest"] for entry in attached.find(place.registry, place.name, manifest.digest)}
     if missing := [one.kind for one in documents if one.manifest(manifest).digest not in listed]:
         raise Stop(f"{place}@{manifest.digest}: {missing[0]} isn't attached any more: somebody else pushes; run again")
-    return f"{place}@{manifest.digest}"
+    note(f"read back: both tags are on {manifest.digest}, its config is {config}, and the image tested is {image.id}")
 
 
 def _json(data: bytes) -> dict[str, Any]:
@@ -185,7 +198,8 @@ def job(argv: list[str]) -> None:
     all_pins = pins.load()
     release = all_pins.release(options.engine, options.version)
     host, path = oci.split(options.registry)
-    asked = all_pins.push.level(f"{host}/{path}".rstrip("/"))
+    name = repository(all_pins, path, release.engine)
+    asked = all_pins.push.level(f"{host}/{name}")
     engine = containers.find()
     image = smoke.inspect(engine, options.image or all_pins.image(release))
     attest.check_labels(release, image.labels)
@@ -194,7 +208,7 @@ def job(argv: list[str]) -> None:
     step(f"{image.reference} ({image.id[:19]}): its receipt reached {evidence.level(speaks, twin)}; asked is {asked}")
     fixed = fixed_tag(release.version, image.labels[attest.SERIES])
     registry = oci.connect(host, options.plain_http)
-    place = Place(registry, repository(all_pins, path, release.engine), fixed, release.version)
+    place = Place(registry, name, fixed, release.version)
     done = push(engine, all_pins, release, image, place, speaks)
     step(f"pushed: {done}\n    check:  nox -s verify -- {done}")
 

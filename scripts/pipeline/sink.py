@@ -253,9 +253,10 @@ def hand_over(
     if engine.endpoint and not engine.endpoint.startswith("unix://"):
         raise Stop(f"{engine} is on another machine ({engine.endpoint}): push from that one")
     with tempfile.TemporaryDirectory(prefix="kimi-eagle3-push-") as folder:
-        sink = Sink(registry, name, siblings, image_id.rpartition(":")[2][:16], Path(folder))
+        # Who doesn't know the tag, as another user of this machine, can't put a manifest in the engine's place.
+        sink = Sink(registry, name, siblings, uuid.uuid4().hex, Path(folder))
         with serving(sink) as where:
-            said = _push(engine, image_id, f"{where}/{name}:{sink.tag}")
+            said = _push(engine, image_id, where, f"{where}/{name}:{sink.tag}")
         if sink.failure:
             raise sink.failure
         if said or sink.manifest is None:
@@ -263,8 +264,11 @@ def hand_over(
         return sink.manifest, sink
 
 
-def _push(engine: containers.ContainerEngine, image_id: str, reference: str) -> str:
-    """Let the engine push an image. Returns what it says is wrong; empty where nothing is."""
+def _push(engine: containers.ContainerEngine, image_id: str, where: str, reference: str) -> str:
+    """Let the engine push an image. Returns what it says is wrong; empty where nothing is.
+
+    The name that this takes is removed, and one that a push that was killed has left behind.
+    """
 
     def ask(*arguments: str) -> "subprocess.CompletedProcess[str]":
         command = [str(engine.client), *arguments]
@@ -277,8 +281,10 @@ def _push(engine: containers.ContainerEngine, image_id: str, reference: str) -> 
     try:
         done = ask("push", *insecure, reference)
     finally:
-        # Only the name: an image without another one stays.
-        if len(containers.names(engine, image_id)) > 1:
-            ask("rmi", reference)
+        listed = ask("image", "ls", "--format", "{{.Repository}}:{{.Tag}}").stdout.split()
+        for ours in (name for name in listed if name.startswith(f"{where}/")):
+            # The name alone: an image that has no other would go with it.
+            if any(not name.startswith(f"{where}/") for name in containers.names(engine, ours)):
+                ask("rmi", ours)
     lines = done.stderr.strip().splitlines() or ["it says nothing"]
     return lines[-1][-300:] if done.returncode else ""
