@@ -105,7 +105,7 @@ class Registry:
         self._session = requests.Session()
         self._verify: str | bool = _bundle(host)
         self._basic: HTTPBasicAuth | None = None
-        self._tokens: dict[str, str] = {}  # by repository
+        self._tokens: dict[str, str] = {}  # by the repositories that each is for
 
     # --- blobs
     def has(self, name: str, blob: str) -> int | None:
@@ -121,9 +121,9 @@ class Registry:
         return data
 
     def mount(self, name: str, blob: str, source: str) -> bool:
-        """Take a blob over from another repository of the same registry; False where that can't be done."""
+        """Take a blob over from another repository of the same registry; False where it isn't there, or may not be."""
         path = f"/v2/{name}/blobs/uploads/?{urlencode({'mount': blob, 'from': source})}"
-        response = self._call("POST", path, name, (201, 202, 401, 403, 404), also=source)
+        response = self._call("POST", path, name, None, also=source)
         if response.status_code == 202 and (session := response.headers.get("Location")):
             self._call("DELETE", session, name, None)  # an upload that nobody wants
         return response.status_code == 201
@@ -217,10 +217,12 @@ class Registry:
         for attempt in (1, 2):
             try:
                 response = self._session.request(
-                    method, url, data=body, headers=dict(headers or {}), auth=self._sign(name), timeout=TIMEOUT,
+                    method, url, data=body, headers=dict(headers or {}), auth=self._sign(name + also), timeout=TIMEOUT,
                     verify=self._verify,
                 )  # fmt: skip
             except requests.exceptions.SSLError as error:
+                if "EOF" in str(error):  # a connection that was cut
+                    raise _Again("connection cut") from None
                 raise Stop(_untrusted(self.host, error)) from None
             except requests.exceptions.RequestException as error:
                 raise _Again(_reason(error)) from None
@@ -250,12 +252,12 @@ class Registry:
         raise Stop(f"{what}: not what the distribution spec has: is {self.host} a registry?")
 
     # --- who we are
-    def _sign(self, name: str) -> Callable[[requests.PreparedRequest], requests.PreparedRequest]:
+    def _sign(self, names: str) -> Callable[[requests.PreparedRequest], requests.PreparedRequest]:
         """Puts the authorization on a request to the registry itself. Its presence keeps ~/.netrc out."""
 
         def sign(request: requests.PreparedRequest) -> requests.PreparedRequest:
             if urlsplit(request.url or "").netloc == urlsplit(self._base).netloc:
-                if token := self._tokens.get(name):
+                if token := self._tokens.get(names):
                     request.headers["Authorization"] = f"Bearer {token}"
                 elif self._basic:
                     self._basic(request)
@@ -294,7 +296,7 @@ class Registry:
             raise _Again(f"its login service: {answer.status_code}")
         found = _content(answer) if answer.status_code == 200 else {}
         if token := found.get("token") or found.get("access_token"):
-            self._tokens[name] = str(token)
+            self._tokens[name + also] = str(token)
             return True
         if login:
             raise Stop(f"{self.host} doesn't accept the Docker login: run `docker login {self.host}`")

@@ -64,8 +64,8 @@ class Sink:
 
     def _taken_over(self, blob: str) -> int | None:
         for other in self.siblings:
-            size = self.registry.has(other, blob)
-            if size is not None and self.registry.mount(self.name, blob, other):
+            if self.registry.mount(self.name, blob, other):
+                size = self.registry.has(self.name, blob)
                 note(f"layer {blob[7:19]}: taken over from {other} ({size} bytes)")
                 return size
         return None
