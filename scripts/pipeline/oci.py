@@ -1,7 +1,7 @@
 """A registry over its HTTP API (OCI distribution spec 1.1): blobs, manifests, tags.
 
-Who may do what comes from the user's Docker login, and stays in this module. What fails for a moment is tried again;
-what fails for good is one line without a header or a query, where secrets travel.
+What fails for a moment is tried again; what fails for good is one line, without a header or a query, where secrets
+travel.
 """
 
 import hashlib
@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from urllib.parse import urlencode, urljoin, urlsplit
 
 import requests
-from requests.auth import HTTPBasicAuth
 
 from scripts.pipeline import network
+from scripts.pipeline.logins import Again, Logins, content, nobody, reason
 from scripts.pipeline.say import Stop, note
 
 T = TypeVar("T")
@@ -35,10 +35,6 @@ DOCKER_INDEX = "application/vnd.docker.distribution.manifest.list.v2+json"
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _PATH = re.compile(r"[a-z0-9]+(?:(?:\.|__?|-+)[a-z0-9]+)*(?:/[a-z0-9]+(?:(?:\.|__?|-+)[a-z0-9]+)*)*")
 _FULL = ("no space left", '"err":28', "quota", "storage limit")  # 28: ENOSPC, as Debian's registry says it
-
-
-class _Again(Exception):
-    """It failed in a way that may pass."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +100,7 @@ class Registry:
         self._base = f"{'http' if plain else 'https'}://{HUB_API if host == HUB else host}"
         self._session = requests.Session()
         self._verify: str | bool = _bundle(host)
-        self._basic: HTTPBasicAuth | None = None
-        self._tokens: dict[str, str] = {}  # by the repositories that each is for
+        self._logins = Logins(host, self._base, self._session, self._verify)
 
     # --- blobs
     def has(self, name: str, blob: str) -> int | None:
@@ -172,7 +167,7 @@ class Registry:
             response = self._call("GET", path, name, (200, 404))
             if response.status_code == 404:
                 break
-            found += _content(response).get("tags") or []
+            found += content(response).get("tags") or []
             path = urljoin(response.url, response.links["next"]["url"]) if "next" in response.links else ""
         return sorted(set(found))
 
@@ -184,7 +179,7 @@ class Registry:
             response = self._call("GET", path, name, None)
             if response.status_code != 200 or INDEX not in response.headers.get("Content-Type", ""):
                 return None
-            found += _content(response).get("manifests") or []
+            found += content(response).get("manifests") or []
             path = urljoin(response.url, response.links["next"]["url"]) if "next" in response.links else ""
         return found
 
@@ -201,7 +196,7 @@ class Registry:
         for wait in (*WAITS, None):
             try:
                 return once()
-            except _Again as why:
+            except Again as why:
                 if wait is None:
                     tries = len(WAITS) + 1
                     raise Stop(f"{self.host}: {what}: {why}, {tries} times: run it again later, it goes on") from None
@@ -217,16 +212,16 @@ class Registry:
         for attempt in (1, 2):
             try:
                 response = self._session.request(
-                    method, url, data=body, headers=dict(headers or {}), auth=self._sign(name + also), timeout=TIMEOUT,
-                    verify=self._verify,
+                    method, url, data=body, headers=dict(headers or {}), auth=self._logins.sign(name + also),
+                    timeout=TIMEOUT, verify=self._verify,
                 )  # fmt: skip
             except requests.exceptions.SSLError as error:
                 if "EOF" in str(error):  # a connection that was cut
-                    raise _Again("connection cut") from None
+                    raise Again("connection cut") from None
                 raise Stop(_untrusted(self.host, error)) from None
             except requests.exceptions.RequestException as error:
-                raise _Again(_reason(error)) from None
-            if response.status_code != 401 or attempt == 2 or not self._log_in(response, name, also):
+                raise Again(reason(error)) from None
+            if response.status_code != 401 or attempt == 2 or not self._logins.answer(response, name, also):
                 break
             if hasattr(body, "seek"):
                 body.seek(0)
@@ -239,68 +234,17 @@ class Registry:
         said = _said(response)
         what = f"{self.host}: {method} {urlsplit(response.url).path}: {status}{said}"
         if status == 429:
-            raise _Again(f"429{said}")
+            raise Again(f"429{said}")
         if status in (413, 507) or (status >= 400 and any(word in response.text.lower() for word in _FULL)):
             raise Stop(f"{what}: the registry is full or has a limit: make room there, then run it again, it goes on")
         if status >= 500 and status not in (501, 505):
-            raise _Again(f"{status}{said}")
+            raise Again(f"{status}{said}")
         if expected is None:
             return response
         if status in (401, 403):
-            who = "the Docker login isn't accepted" if self._basic else "there is no Docker login for it"
+            who = "the Docker login isn't accepted" if self._logins.given else "there is no Docker login for it"
             raise Stop(f"{what}: {who}, or may not do this: run `docker login {self.host}`")
         raise Stop(f"{what}: not what the distribution spec has: is {self.host} a registry?")
-
-    # --- who we are
-    def _sign(self, names: str) -> Callable[[requests.PreparedRequest], requests.PreparedRequest]:
-        """Puts the authorization on a request to the registry itself. Its presence keeps ~/.netrc out."""
-
-        def sign(request: requests.PreparedRequest) -> requests.PreparedRequest:
-            if urlsplit(request.url or "").netloc == urlsplit(self._base).netloc:
-                if token := self._tokens.get(names):
-                    request.headers["Authorization"] = f"Bearer {token}"
-                elif self._basic:
-                    self._basic(request)
-            return request
-
-        return sign
-
-    def _log_in(self, response: requests.Response, name: str, also: str) -> bool:
-        """Answer a 401 with the user's login. False where there's nothing new to try."""
-        scheme, _, rest = response.headers.get("WWW-Authenticate", "").partition(" ")
-        asked = dict(re.findall(r'(\w+)="([^"]*)"', rest))
-        login = _login(self.host)
-        if scheme.lower() == "basic":
-            if self._basic or not login or "password" not in login:
-                return False
-            self._basic = HTTPBasicAuth(login["username"].encode(), login["password"].encode())
-            return True
-        realm = asked.get("realm", "")
-        if scheme.lower() != "bearer" or not realm.startswith(("http://", "https://")):
-            return False
-        if login and realm.startswith("http://") and not self.plain:
-            raise Stop(f"{self.host} wants the login sent to {realm.partition('?')[0]}, without TLS: it isn't sent")
-        scopes = [*asked.get("scope", "").split(" "), *([f"repository:{also}:pull"] if also else [])]
-        query: dict[str, Any] = {"service": asked.get("service", ""), "scope": [scope for scope in scopes if scope]}
-        try:
-            if login and "token" in login:
-                query |= {"grant_type": "refresh_token", "refresh_token": login["token"], "client_id": "kimi-eagle3"}
-                query["scope"] = " ".join(query["scope"])
-                answer = self._session.post(realm, data=query, auth=_nobody, timeout=TIMEOUT, verify=self._verify)
-            else:
-                auth = HTTPBasicAuth(login["username"].encode(), login["password"].encode()) if login else _nobody
-                answer = self._session.get(realm, params=query, auth=auth, timeout=TIMEOUT, verify=self._verify)
-        except requests.exceptions.RequestException as error:
-            raise _Again(f"its login service: {_reason(error)}") from None
-        if answer.status_code == 429 or answer.status_code >= 500:
-            raise _Again(f"its login service: {answer.status_code}")
-        found = _content(answer) if answer.status_code == 200 else {}
-        if token := found.get("token") or found.get("access_token"):
-            self._tokens[name + also] = str(token)
-            return True
-        if login:
-            raise Stop(f"{self.host} doesn't accept the Docker login: run `docker login {self.host}`")
-        return False
 
 
 def connect(host: str, plain_http: bool = False) -> Registry:
@@ -312,7 +256,7 @@ def connect(host: str, plain_http: bool = False) -> Registry:
     if local(host) and not plain_http:
         # Asked without a login. A server that speaks TLS gives no 200 or 401 to http.
         with _quiet():
-            answer = requests.get(f"http://{host}/v2/", auth=_nobody, timeout=TIMEOUT, allow_redirects=False)
+            answer = requests.get(f"http://{host}/v2/", auth=nobody, timeout=TIMEOUT, allow_redirects=False)
             registry = Registry(host, answer.status_code in (200, 401))
     registry._call("GET", "/v2/", "", (200, 401))
     return registry
@@ -326,26 +270,6 @@ def _quiet() -> Iterator[None]:
         return
 
 
-def _nobody(request: requests.PreparedRequest) -> requests.PreparedRequest:
-    return request
-
-
-def _login(host: str) -> dict[str, str] | None:
-    """The user's Docker login for a host: `username` and `password`, or `token`. Raises Stop where it can't be read."""
-    from docker import auth
-    from docker.errors import DockerException
-
-    try:
-        found = auth.load_config().resolve_authconfig(host) or {}
-    except (DockerException, ValueError, OSError, KeyError):
-        # Without the reason: it may be what a credential helper printed.
-        raise Stop(f"the Docker login for {host} can't be read: run `docker login {host}`") from None
-    entry = {key.lower(): str(value) for key, value in found.items() if value}
-    if "identitytoken" in entry:
-        return {"token": entry["identitytoken"]}
-    return {key: entry[key] for key in ("username", "password")} if {"username", "password"} <= entry.keys() else None
-
-
 def _bundle(host: str) -> str | bool:
     """The CA bundle for a host: the one that Docker has for it, or this machine's."""
     for folder in (Path("/etc/docker/certs.d"), Path("/etc/containers/certs.d")):
@@ -356,38 +280,15 @@ def _bundle(host: str) -> str | bool:
     return str(bundle) if bundle else True
 
 
-def _reason(error: requests.exceptions.RequestException) -> str:
-    """Why a request got no answer, without its address: that may hold what nobody should read."""
-    if isinstance(error, requests.exceptions.Timeout):
-        return "no answer in time"
-    text = str(error)
-    for sign, words in (
-        ("refused", "connection refused"), ("reset", "connection reset"), ("Broken pipe", "connection cut"),
-        ("closed connection", "connection cut"), ("Connection aborted", "connection cut"),
-        ("Name or service", "no such host"), ("resolve", "no such host"), ("Cannot connect to proxy", "proxy fails"),
-    ):  # fmt: skip
-        if sign in text:
-            return words
-    return type(error).__name__
-
-
 def _untrusted(host: str, error: requests.exceptions.SSLError) -> str:
     why = re.search(r"certificate verify failed: ([^(]+?) \(", str(error))
     cure = "name your CA with SSL_CERT_FILE, or say --plain-http for a registry without TLS"
     return f"{host}: no TLS that can be trusted ({why[1] if why else 'it speaks something else'}): {cure}"
 
 
-def _content(response: requests.Response) -> dict[str, Any]:
-    try:
-        found = response.json()
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {}
-
-
 def _said(response: requests.Response) -> str:
     """What the registry says is wrong."""
-    errors = _content(response).get("errors")
+    errors = content(response).get("errors")
     first = errors[0] if isinstance(errors, list) and errors and isinstance(errors[0], dict) else {}
     words = " ".join(str(first.get(key) or "") for key in ("code", "message")).split()
     return f" ({' '.join(words)[:200]})" if words else ""

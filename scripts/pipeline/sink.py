@@ -9,8 +9,8 @@ handed to the caller, who decides what it is stored as.
 import hashlib
 import io
 import re
+import shutil
 import subprocess
-import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,11 +22,11 @@ from types import MappingProxyType
 from typing import IO
 from urllib.parse import parse_qs, urlsplit
 
-from scripts.pipeline import containers, oci
+from scripts.pipeline import containers, files, oci
 from scripts.pipeline.say import Stop, note
 
 PORT = 20517
-AT_ONCE = 2  # layers that lie in a temporary folder, compressed, on their way
+AT_ONCE = 2  # layers that lie in the cache folder, compressed, on their way
 HELD_S = 900.0  # how long a layer waits for another to get out of the way, seconds
 PIECE = 1 << 20
 Headers = Mapping[str, str]
@@ -130,7 +130,7 @@ class Handler(BaseHTTPRequestHandler):
             self.sink.end(self._session())  # the engine went away
             self.close_connection = True
         except OSError as error:
-            cure = "make room, or name another folder with TMPDIR"
+            cure = "make room there"
             self.sink.failure = self.sink.failure or Stop(f"{self.sink.folder}: {error.strerror}: {cure}")
             self._refuse()
 
@@ -252,16 +252,22 @@ def hand_over(
     """
     if engine.endpoint and not engine.endpoint.startswith("unix://"):
         raise Stop(f"{engine} is on another machine ({engine.endpoint}): push from that one")
-    with tempfile.TemporaryDirectory(prefix="kimi-eagle3-push-") as folder:
-        # Who doesn't know the tag, as another user of this machine, can't put a manifest in the engine's place.
-        sink = Sink(registry, name, siblings, uuid.uuid4().hex, Path(folder))
-        with serving(sink) as where:
+    # Who doesn't know the tag, as another user of this machine, can't put a manifest in the engine's place.
+    folder = files.cache() / "push" / address(registry.host)
+    sink = Sink(registry, name, siblings, uuid.uuid4().hex, folder)
+    with serving(sink) as where:
+        # The address is ours alone now: what is in its folder was left by a push that was killed.
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        try:
             said = _push(engine, image_id, where, f"{where}/{name}:{sink.tag}")
-        if sink.failure:
-            raise sink.failure
-        if said or sink.manifest is None:
-            raise Stop(f"{engine} can't hand over {image_id[:19]}: {said or 'it sent no manifest'}")
-        return sink.manifest, sink
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    if sink.failure:
+        raise sink.failure
+    if said or sink.manifest is None:
+        raise Stop(f"{engine} can't hand over {image_id[:19]}: {said or 'it sent no manifest'}")
+    return sink.manifest, sink
 
 
 def _push(engine: containers.ContainerEngine, image_id: str, where: str, reference: str) -> str:

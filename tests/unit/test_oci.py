@@ -172,7 +172,7 @@ def test_a_login_is_not_sent_to_a_service_without_tls_unless_the_registry_has_no
     host, asked = tokens
     log_in(tmp_path, host, {"auth": "a2ltaTpodW50ZXIy"})
     registry = oci.Registry(host, plain=True)
-    registry.plain = False
+    monkeypatch.setattr(registry._logins, "_base", f"https://{host}")
     with pytest.raises(Stop, match=r"wants the login sent to http://\S+/token, without TLS: it isn't sent"):
         registry.tags("team/a")
     assert asked == []
