@@ -1,6 +1,7 @@
 """Pushing to a real registry: what is there afterwards, and that nothing half-made ever has a tag."""
 
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import registries
 from pushing import MOVING, NAME, pushed
 
-from scripts.pipeline import attest, containers, oci, pins, push, receipt, sink, verify
+from scripts.pipeline import attest, containers, files, oci, pins, push, receipt, sink, verify
 from scripts.pipeline.say import Stop
 
 ALL = sorted([attest.SBOM_TYPE, attest.STATEMENT_TYPE, attest.RECEIPT_TYPE])
@@ -86,6 +87,32 @@ def test_no_name_of_the_way_stays_in_the_engine(
 ) -> None:
     pushed(address, image, "--receipt", proof)
     assert containers.names(engine, image.id) == [image.reference]
+
+
+def test_podman_hands_its_image_over_too_and_leaves_out_what_is_there(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not shutil.which("podman"):
+        pytest.skip("this machine has no podman")
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(containers.FORCE, "podman")
+    engine = containers.find()
+    layers = [random.Random(3).randbytes(MB), random.Random(4).randbytes(20000)]
+    (tmp_path / "context").mkdir()
+    labels = pushing.labels(tmp_path / "context")
+    with registries.proxied(address) as proxy, pushing.image(engine, tmp_path / "image", layers, labels) as built:
+        proof = pushing.written(tmp_path / "receipt.json", pushing.receipt_of(built))
+        pushed(proxy.address, built, "--receipt", proof)
+        assert whole(address, built)
+        before = proxy.received
+        edited = [layers[0], random.Random(5).randbytes(20000)]
+        other = labels | {"kimi-eagle3.series": "1" * 64}
+        with pushing.image(engine, tmp_path / "edited", edited, other) as again:
+            place = push.Place(oci.connect(proxy.address), NAME, pushing.fixed(again), MOVING)
+            push.push(engine, pushing.PINS, pushing.RELEASE, again, place, pushing.receipt_of(again))
+            assert len(containers.names(engine, again.id)) == 1
+        assert 20000 < proxy.received - before < 60000
 
 
 # --- what is refused
@@ -259,7 +286,10 @@ def test_a_killed_push_leaves_no_tag_and_the_next_one_goes_on(
             child.communicate()
         go_on.set()
         assert oci.connect(address).tags(NAME) == []
+        left = files.cache() / "push" / sink.address(proxy.address)
+        assert list(left.iterdir()), "it was killed before it had a layer: this shows nothing"
         pushed(proxy.address, image, "--receipt", proof)
+        assert not left.exists()
     assert whole(address, image)
     assert containers.names(engine, image.id) == [image.reference]
 
@@ -283,6 +313,22 @@ def test_a_full_registry_is_one_line_and_room_lets_it_go_on(
             assert whole(address, image)
     finally:
         subprocess.run(["umount", "--lazy", storage], check=True)
+
+
+def test_what_others_of_this_machine_send_to_the_sink_is_no_image(address: str, tmp_path: Path) -> None:
+    """It listens on a loopback address, which everybody here can reach."""
+    end = sink.Sink(oci.connect(address), NAME, (), "secret", tmp_path)
+    with sink.serving(end) as where:
+        stranger = oci.Registry(where, plain=True)
+        manifest = oci.Manifest(b"{}", oci.DOCKER_MANIFEST)
+        stranger.put(NAME, "latest", manifest)
+        assert end.manifest is None
+        stranger.put(NAME, "secret", manifest)
+        assert end.manifest == manifest
+        with pytest.raises(Stop, match=r"400 \(DIGEST_INVALID"):
+            stranger.upload(NAME, f"sha256:{'0' * 64}", b"other bytes")
+        with pytest.raises(Stop, match=r"another push to .* runs on this machine"), sink.serving(end):
+            pass
 
 
 # --- what is sent
