@@ -99,6 +99,7 @@ class Registry:
         self.host, self.plain = host, plain
         self._base = f"{'http' if plain else 'https'}://{HUB_API if host == HUB else host}"
         self._session = requests.Session()
+        self._session.trust_env = not local(host)  # no proxy leads to this machine
         self._verify: str | bool = _bundle(host)
         self._logins = Logins(host, self._base, self._session, self._verify)
 
@@ -256,7 +257,8 @@ def connect(host: str, plain_http: bool = False) -> Registry:
     if local(host) and not plain_http:
         # Asked without a login. A server that speaks TLS gives no 200 or 401 to http.
         with _quiet():
-            answer = requests.get(f"http://{host}/v2/", auth=nobody, timeout=TIMEOUT, allow_redirects=False)
+            asked = f"http://{host}/v2/"
+            answer = registry._session.get(asked, auth=nobody, timeout=TIMEOUT, allow_redirects=False)
             registry = Registry(host, answer.status_code in (200, 401))
     registry._call("GET", "/v2/", "", (200, 401))
     return registry

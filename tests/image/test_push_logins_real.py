@@ -15,7 +15,7 @@ from pushing import MOVING, NAME, pushed
 from scripts.pipeline import oci, receipt, verify
 from scripts.pipeline.say import Stop
 
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = [pytest.mark.image, pytest.mark.usefixtures("quick")]
 
 
 def log_in(folder: Path, address: str, password: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pushing
@@ -18,7 +19,7 @@ from scripts.pipeline.say import Stop
 
 ALL = sorted([attest.SBOM_TYPE, attest.STATEMENT_TYPE, attest.RECEIPT_TYPE])
 MB = 1 << 20
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = [pytest.mark.image, pytest.mark.usefixtures("quick")]
 
 
 def whole(address: str, image: receipt.Image) -> bool:
@@ -89,6 +90,7 @@ def test_no_name_of_the_way_stays_in_the_engine(
     assert containers.names(engine, image.id) == [image.reference]
 
 
+@pytest.mark.slow
 def test_podman_hands_its_image_over_too_and_leaves_out_what_is_there(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +163,36 @@ def test_an_image_of_other_sources_is_refused(
     with pushing.image(engine, tmp_path / "other", [b"x"], labels) as other:
         path = pushing.written(tmp_path / "r.json", pushing.receipt_of(other))
         refused(address, other, r"built from others than are here \(kimi-eagle3\.series\)", "--receipt", path)
+
+
+def test_an_image_that_is_not_the_tested_one_gets_no_tag(
+    address: str, image: receipt.Image, proof: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = oci.connect(address)
+    other = registry.manifest(NAME, pushing.put_other(address, "theirs"))
+    assert other
+    end = sink.Sink(registry, NAME, (), "", Path())
+    monkeypatch.setattr(sink, "hand_over", lambda *_: (other, end))
+    refused(address, image, r"handed over another image than sha256:", "--receipt", proof)
+
+
+def test_a_fixed_tag_on_the_same_image_in_other_words_stays_and_the_moving_one_follows(
+    address: str, image: receipt.Image, proof: Path
+) -> None:
+    """As another machine's compression leaves it: the same config, another manifest."""
+    pushed(address, image, "--receipt", proof)
+    registry = oci.connect(address)
+    manifest = registry.manifest(NAME, MOVING)
+    assert manifest
+    other = oci.Manifest(oci.canonical(manifest.json()), manifest.media_type)
+    assert other.digest != manifest.digest
+    registry.put(NAME, pushing.fixed(image), other)
+    pushed(address, image, "--receipt", proof)
+    assert set(pushing.state(address)[0].values()) == {other.digest}
+    place = push.Place(registry, NAME, pushing.fixed(image), MOVING)
+    with pytest.raises(Stop, match="was set by somebody else meanwhile, to the same image: run it again"):
+        push.tag(place, manifest, image, other)
+    assert set(pushing.state(address)[0].values()) == {other.digest}
 
 
 # --- what goes wrong on the way
@@ -313,6 +345,20 @@ def test_a_full_registry_is_one_line_and_room_lets_it_go_on(
             assert whole(address, image)
     finally:
         subprocess.run(["umount", "--lazy", storage], check=True)
+
+
+def test_a_full_disk_here_is_one_line_and_the_engine_does_not_try_again(
+    address: str, image: receipt.Image, proof: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sink.Sink, "begin", full)
+    began = time.monotonic()
+    with pytest.raises(Stop, match=r"cache/kimi-eagle3/push/127\.\S+: No space left on device: make room there"):
+        pushed(address, image, "--receipt", proof)
+    assert time.monotonic() - began < 5, "Docker waits 5 seconds before it tries again"
+    never_half(address, image)
 
 
 def test_what_others_of_this_machine_send_to_the_sink_is_no_image(address: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pushing import MOVING, NAME, pushed
 from scripts.pipeline import attached, attest, lockfile, oci, receipt, verify
 from scripts.pipeline.say import Stop
 
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = [pytest.mark.image, pytest.mark.usefixtures("quick")]
 REPOSITORY = Path("data/docker/registry/v2/repositories", NAME)
 
 

@@ -13,6 +13,8 @@ from scripts.pipeline import oci, pins, push, sink, verify
 from scripts.pipeline.say import Stop
 
 SECRET = "hunter2-8846"
+Asked = list[tuple[str, dict[str, list[str]], str]]  # method, query or form, authorization
+Service = tuple[str, Asked]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,7 @@ def test_an_engine_finds_the_sink_of_a_registry_at_the_same_address_each_time() 
 class _Tokens(BaseHTTPRequestHandler):
     """A registry that wants a token, and the service that gives it."""
 
-    asked: list[tuple[str, dict[str, list[str]], str]]
+    asked: Asked
 
     def do_GET(self) -> None:
         parts, authorization = urlsplit(self.path), self.headers.get("Authorization", "")
@@ -111,10 +113,8 @@ class _Tokens(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def tokens(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[tuple[str, list[tuple[str, dict[str, list[str]], str]]]]:
-    asked: list[tuple[str, dict[str, list[str]], str]] = []
+def tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Service]:
+    asked: Asked = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (_Tokens,), {"asked": asked}))
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
@@ -128,9 +128,7 @@ def log_in(folder: Path, host: str, entry: dict[str, str]) -> None:
     (folder / "config.json").write_text(json.dumps({"auths": {host: entry}}))
 
 
-def test_a_token_is_asked_for_with_the_login_and_kept(
-    tokens: tuple[str, list[tuple[str, dict[str, list[str]], str]]], tmp_path: Path
-) -> None:
+def test_a_token_is_asked_for_with_the_login_and_kept(tokens: Service, tmp_path: Path) -> None:
     host, asked = tokens
     log_in(tmp_path, host, {"auth": "a2ltaTpodW50ZXIy"})
     registry = oci.connect(host)
@@ -141,9 +139,7 @@ def test_a_token_is_asked_for_with_the_login_and_kept(
     assert authorization == "Basic a2ltaTpodW50ZXIy"
 
 
-def test_an_identity_token_is_exchanged_in_the_body_and_not_in_the_address(
-    tokens: tuple[str, list[tuple[str, dict[str, list[str]], str]]], tmp_path: Path
-) -> None:
+def test_an_identity_token_is_exchanged_in_the_body_and_not_in_the_address(tokens: Service, tmp_path: Path) -> None:
     host, asked = tokens
     log_in(tmp_path, host, {"identitytoken": SECRET})
     assert oci.connect(host).tags("team/a") == ["1"]
@@ -157,7 +153,7 @@ def test_an_identity_token_is_exchanged_in_the_body_and_not_in_the_address(
 
 
 def test_without_a_login_the_answer_is_one_line(
-    tokens: tuple[str, list[tuple[str, dict[str, list[str]], str]]],
+    tokens: Service,
 ) -> None:
     with pytest.raises(
         Stop, match=r"401: there is no Docker login for it, or may not do this: run `docker login"
@@ -167,7 +163,7 @@ def test_without_a_login_the_answer_is_one_line(
 
 
 def test_a_login_is_not_sent_to_a_service_without_tls_unless_the_registry_has_none(
-    tokens: tuple[str, list[tuple[str, dict[str, list[str]], str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokens: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host, asked = tokens
     log_in(tmp_path, host, {"auth": "a2ltaTpodW50ZXIy"})
@@ -176,6 +172,17 @@ def test_a_login_is_not_sent_to_a_service_without_tls_unless_the_registry_has_no
     with pytest.raises(Stop, match=r"wants the login sent to http://\S+/token, without TLS: it isn't sent"):
         registry.tags("team/a")
     assert asked == []
+
+
+def test_no_proxy_is_asked_for_a_registry_of_this_machine(
+    tokens: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    log_in(tmp_path, tokens[0], {"auth": "a2ltaTpodW50ZXIy"})
+    assert oci.connect(tokens[0]).tags("team/a") == ["1"]
 
 
 def test_a_registry_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
