@@ -377,6 +377,32 @@ def test_what_others_of_this_machine_send_to_the_sink_is_no_image(address: str, 
             pass
 
 
+def test_an_engine_that_knows_images_by_their_manifest_and_sends_blobs_in_one_piece_is_served_too(
+    address: str, tmp_path: Path
+) -> None:
+    """As containerd does it, which newer Docker leaves its images to."""
+    registry = oci.connect(address)
+    end = sink.Sink(registry, NAME, (), "secret", tmp_path)
+    config, layer = b'{"config": {}}', random.Random(6).randbytes(5000)
+    parts = [{"mediaType": "x", "digest": oci.digest(data), "size": len(data)} for data in (config, layer)]
+    content = {"schemaVersion": 2, "mediaType": oci.MANIFEST, "config": parts[0], "layers": [parts[1]]}
+    manifest = oci.Manifest(oci.canonical(content), oci.MANIFEST)
+    with sink.serving(end) as where:
+        engine = oci.Registry(where, plain=True)
+        for data in (config, layer):
+            assert engine.has(NAME, oci.digest(data)) is None
+            engine.upload(NAME, oci.digest(data), data)
+            assert engine.has(NAME, oci.digest(data)) == registry.has(NAME, oci.digest(data)) == len(data)
+        engine.put(NAME, manifest.digest, manifest)
+        engine.put(NAME, "secret", manifest)
+    assert end.manifest == manifest
+    assert registry.tags(NAME) == [] and registry.manifest(NAME, manifest.digest) is None
+    registry.put(NAME, manifest.digest, manifest)
+    assert push.same_image(registry, NAME, manifest, manifest.digest)
+    assert push.same_image(registry, NAME, manifest, oci.digest(config))
+    assert not push.same_image(registry, NAME, manifest, oci.digest(layer))
+
+
 # --- what is sent
 
 
