@@ -62,6 +62,24 @@ def fetch(session: nox.Session) -> None:
     job(session, "fetch")
 
 
+@nox.session(name="push-vllm")
+def push_vllm(session: nox.Session) -> None:
+    """Push a vLLM image that has a receipt: by digest, with what is attached to it, then its tags."""
+    job(session, "push", "vllm")
+
+
+@nox.session(name="push-sglang")
+def push_sglang(session: nox.Session) -> None:
+    """Push an SGLang image that has a receipt: by digest, with what is attached to it, then its tags."""
+    job(session, "push", "sglang")
+
+
+@nox.session
+def verify(session: nox.Session) -> None:
+    """Check an image from its registry alone: manifest, labels, tags, receipt, provenance, SBOM, signature."""
+    job(session, "verify")
+
+
 @nox.session
 def report(session: nox.Session) -> None:
     """Write one page of all receipts: what was tested, acceptance beside the published figures, what is open."""

@@ -98,7 +98,7 @@ def job(argv: list[str]) -> None:
         with tempfile.TemporaryDirectory() as tmp:
             changed = edited(release, Path(tmp, "series"))
             context = build.prepare_context(all_pins, changed, origin, Path(tmp))
-            step = build.steps(all_pins, changed, origin)[1]
+            step = build.steps(all_pins, changed, origin, context)[1]
             for target in ("patched", "verified"):
                 again = build.what(context, replace(step, target=target, tag=EDITED), {}, False)
                 took = seconds(partial(containers.build, engine, **again))

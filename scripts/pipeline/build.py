@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from scripts.pipeline import (
+    attest,
     base,
     builders,
     containers,
@@ -145,8 +146,11 @@ def verified(all_pins: pins.Pins, release: pins.Release) -> str:
     return f"{all_pins.image_name}-{release.engine}-verified:{release.tag}"
 
 
-def steps(all_pins: pins.Pins, release: pins.Release, origin: base.Base) -> tuple[Step, Step, Step]:
-    """The calls of the builder that make an image: with the network, without it, and what only this engine has."""
+def steps(all_pins: pins.Pins, release: pins.Release, origin: base.Base, context: Path) -> tuple[Step, Step, Step]:
+    """The calls of the builder that make an image: with the network, without it, and what only this engine has.
+
+    The labels of the image name every input by hash.
+    """
     image, engine_image, whole = all_pins.image(release), unpatched(all_pins, release), verified(all_pins, release)
     time = {"SOURCE_DATE_EPOCH": str(all_pins.source_date_epoch)}
     args = {**time, "BASE_IMAGE": origin.reference}
@@ -157,9 +161,7 @@ def steps(all_pins: pins.Pins, release: pins.Release, origin: base.Base) -> tupl
         "org.opencontainers.image.base.name": origin.reference,
         "org.opencontainers.image.base.digest": f"sha256:{origin.sha256}",
         "kimi-eagle3.base": origin.kind,
-        "kimi-eagle3.series": series.digest(series.load(release.series)),
-        "kimi-eagle3.lock.torch": files.sha256(release.torch.lock),
-        "kimi-eagle3.lock.engine": files.sha256(release.lock),
+        **attest.input_labels(release, context),
     }
     return (
         Step(STACK, "engine", engine_image, args, {"kimi-eagle3.base": origin.kind}, "default"),
@@ -207,7 +209,7 @@ def build(
         say.step(f"{release.name}: the wheel's Python is the image's but for {twin.compare(all_pins, release)}")
     with alone(release), network.secrets() as given, tempfile.TemporaryDirectory(dir=contexts) as own:
         context = prepare_context(all_pins, release, origin, Path(own))
-        first, between, last = steps(all_pins, release, origin)
+        first, between, last = steps(all_pins, release, origin, context)
         needed = REBUILD_GB if containers.image_id(engine, first.tag) and not no_cache else all_pins.disk_gb
         containers.require_disk(engine, needed)
         try:
@@ -267,7 +269,7 @@ def show_commands(engine: containers.ContainerEngine, all_pins: pins.Pins, relea
     if values := network.values():
         print(f"# also: --secret id=network,src=FILE, with a line `export NAME=VALUE` for each of {', '.join(values)}")
     environment = [f"{name}={value}" for name, value in containers.build_environment(engine).items()]
-    for step in steps(all_pins, release, origin):
+    for step in steps(all_pins, release, origin, context):
         command = containers.build_command(engine, **what(context, step, given, no_cache))
         print(shlex.join([*environment, *command]))
 

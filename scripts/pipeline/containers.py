@@ -506,6 +506,11 @@ def labels(engine: ContainerEngine, ref: str) -> dict[str, str]:
     return dict(image["Config"].get("Labels") or {})
 
 
+def names(engine: ContainerEngine, ref: str) -> list[str]:
+    """The names with a tag that an image has; none where there's no such image."""
+    return list(_inspect(engine, ref).get("RepoTags") or ())
+
+
 def _inspect(engine: ContainerEngine, ref: str) -> dict[str, Any]:
     """An image in the engine's words; empty where there's no such image. Raises Stop where there's no answer."""
     code, text, error = _ask([engine.client, "image", "inspect", ref])

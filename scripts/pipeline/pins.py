@@ -10,6 +10,7 @@ from scripts.pipeline.say import Stop
 
 ROOT = Path(__file__).resolve().parents[2]
 PINS = ROOT / "pins.toml"
+LEVELS = ("S3", "S4")  # what a registry may ask for; less shows nothing of a drafter
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,19 @@ class Release:
 
 
 @dataclass(frozen=True)
+class Policy:
+    """How far up the smoke ladder an image must have come for a registry: `HOST/PATH` prefixes, and for all others."""
+
+    otherwise: str
+    registries: tuple[tuple[str, str], ...]
+
+    def level(self, place: str) -> str:
+        """The rung for `HOST[/PATH]`: that of the longest prefix, cut at a slash."""
+        fitting = [(prefix, rung) for prefix, rung in self.registries if f"{place}/".startswith(f"{prefix}/")]
+        return max(fitting, key=lambda entry: len(entry[0]), default=("", self.otherwise))[1]
+
+
+@dataclass(frozen=True)
 class Pins:
     """All of pins.toml."""
 
@@ -142,6 +156,7 @@ class Pins:
     target_gb: int
     drafters: tuple[Drafter, ...]
     releases: tuple[Release, ...]
+    push: Policy
 
     def release(self, engine: str, version: str | None = None, variant: str = "cuda") -> Release:
         """The release of `engine` at `version` (default: the one that is marked).
@@ -179,6 +194,14 @@ def _drafter(name: str, data: dict[str, Any]) -> Drafter:
                 f"drafters.{name}: {what} is {value}, and {at} draft tokens give more than 1 and at most {at + 1}"
             )
     return Drafter(name, _model(data, f"drafters.{name}"), data["architecture"], k, floor, published)
+
+
+def _policy(data: dict[str, Any]) -> Policy:
+    policy = Policy(data["level"], tuple((entry["prefix"], entry["level"]) for entry in data.get("registry", ())))
+    for prefix, rung in [("push", policy.otherwise), *policy.registries]:
+        if rung not in LEVELS:
+            raise Stop(f"{prefix}: level {rung!r} is none of {', '.join(LEVELS)}")
+    return policy
 
 
 def _parse(data: dict[str, Any]) -> Pins:
@@ -242,6 +265,7 @@ def _parse(data: dict[str, Any]) -> Pins:
         data["target"]["size_gb"],
         tuple(drafters.values()),
         tuple(releases),
+        _policy(data["push"]),
     )
 
 

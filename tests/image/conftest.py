@@ -1,17 +1,16 @@
 """The container engine of this machine, the base image, and a registry of our own."""
 
-import os
+import random
 import shutil
-import socket
 import subprocess
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import pushing
 import pytest
+import registries
 
-from scripts.pipeline import base, containers, pins
+from scripts.pipeline import base, containers, oci, pins, push, receipt
 
 
 @pytest.fixture(scope="session")
@@ -40,25 +39,37 @@ def registry_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def registry(registry_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """`HOST:PORT` of a real registry, alive for the session, on loopback alone."""
-    folder = tmp_path_factory.mktemp("registry")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    config = folder / "config.yml"
-    config.write_text(
-        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {folder / 'data'}}}}}\nhttp: {{addr: '{address}'}}\n"
-    )
-    with (folder / "log").open("w") as log:
-        server = subprocess.Popen([registry_program, "serve", config], stdout=log, stderr=log, env=os.environ)
-    try:
-        for _ in range(100):
-            try:
-                urllib.request.urlopen(f"http://{address}/v2/", timeout=1).close()
-                break
-            except OSError:
-                assert server.poll() is None, (folder / "log").read_text()
-                time.sleep(0.1)
+    with registries.serve(registry_program, tmp_path_factory.mktemp("registry")) as address:
         yield address
-    finally:
-        server.terminate()
-        server.wait()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, engine: containers.ContainerEngine, tmp_path: Path) -> None:
+    """No waiting between tries, this user's login and receipts out of the way, and the engine looked for once."""
+    monkeypatch.setattr(oci, "WAITS", (0.01,) * 5)
+    monkeypatch.setattr(containers, "find", lambda: engine)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-login"))
+    for name in ("COSIGN_KEY", "COSIGN_PUBLIC_KEY", *push.IDENTITIES):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def image(engine: containers.ContainerEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[receipt.Image]:
+    folder = tmp_path_factory.mktemp("image")
+    layers = [random.Random(0).randbytes(3 << 20), random.Random(1).randbytes(20000)]
+    with pushing.image(engine, folder / "context", layers, pushing.labels(folder)) as built:
+        yield built
+
+
+@pytest.fixture
+def proof(image: receipt.Image, tmp_path: Path) -> Path:
+    """The receipt of the image."""
+    return pushing.written(tmp_path / "receipt.json", pushing.receipt_of(image))
+
+
+@pytest.fixture
+def address(registry_program: Path, tmp_path: Path) -> Iterator[str]:
+    """A registry that nobody has used."""
+    with registries.serve(registry_program, tmp_path) as place:
+        yield place

@@ -83,8 +83,8 @@ def test_nothing_of_an_earlier_context_stays(tmp_path: Path) -> None:
     assert not (build.prepare_context(PINS, RELEASE, ORIGIN, tmp_path) / "series" / "left-over.patch").exists()
 
 
-def test_the_engine_is_built_with_the_network_and_the_rest_without_it_and_without_secrets() -> None:
-    steps = first, between, last = build.steps(PINS, RELEASE, ORIGIN)
+def test_the_engine_is_built_with_the_network_and_the_rest_without_it_and_without_secrets(tmp_path: Path) -> None:
+    steps = first, between, last = build.steps(PINS, RELEASE, ORIGIN, tmp_path)
     assert [(step.target, step.network) for step in steps] == [
         ("engine", "default"), ("verified", "none"), ("image", "none"),
     ]  # fmt: skip
@@ -104,18 +104,20 @@ def test_only_the_last_step_is_an_engines_own(release: pins.Release) -> None:
     assert f"\nEXPOSE {release.serve.port}\n" in stages
 
 
-def test_the_series_label_is_the_hash_that_the_image_records() -> None:
+def test_the_series_label_is_the_hash_that_the_image_records(tmp_path: Path) -> None:
     listing = subprocess.run(
         ["sha256sum", "series", *series.entries((RELEASE.series / "series").read_bytes()), "tree"],
         cwd=RELEASE.series,
         capture_output=True,
         check=True,
     )
-    label = build.steps(PINS, RELEASE, ORIGIN)[-1].labels["kimi-eagle3.series"]
+    label = build.steps(PINS, RELEASE, ORIGIN, tmp_path)[-1].labels["kimi-eagle3.series"]
     assert label == hashlib.sha256(listing.stdout).hexdigest()
 
 
-def test_mirrors_and_proxies_go_through_a_secret_and_survive_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mirrors_and_proxies_go_through_a_secret_and_survive_the_shell(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in (*network.PROXIES, *network.INDEXES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PIP_INDEX_URL", "https://user:pa'ss@mirror.example/simple")
@@ -123,4 +125,4 @@ def test_mirrors_and_proxies_go_through_a_secret_and_survive_the_shell(monkeypat
         text = given["network"].read_text()
     assert not given["network"].exists()
     assert "export UV_DEFAULT_INDEX=" in text and "'\"'\"'" in text
-    assert "mirror.example" not in str(build.steps(PINS, RELEASE, ORIGIN))
+    assert "mirror.example" not in str(build.steps(PINS, RELEASE, ORIGIN, tmp_path))

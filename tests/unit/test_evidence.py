@@ -1,0 +1,133 @@
+"""Which receipt speaks for an image, and how far it says that the image came."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.pipeline import attest, evidence, ladder, pins, receipt
+from scripts.pipeline.say import Stop
+
+PINS = pins.load()
+IMAGE = f"sha256:{'a' * 64}"
+LABELS = {
+    "org.opencontainers.image.version": "0.32.0",
+    attest.REVISION: "c" * 40,
+    attest.BASE: f"sha256:{'3' * 64}",
+    attest.SERIES: "d" * 64,
+    "kimi-eagle3.lock.torch": "e" * 64,
+    "kimi-eagle3.lock.engine": "f" * 64,
+}
+S3 = ladder.whole(
+    [
+        ladder.passed("S0", "as pinned", pinned="0.32.0"),
+        ladder.passed("S1", "healthy", seconds=1.0),
+        ladder.passed("S2", "24 drafts", drafts=24.0),
+        ladder.passed("S3", "4", acceptance=4.0),
+        ladder.not_climbed("S4", "nothing is published for the oracle"),
+    ]
+)
+S4 = ladder.whole([*S3[:4], ladder.passed("S4", "as published", acceptance=2.9)])
+LOW = ladder.whole([*S3[:3], ladder.not_climbed("S3", "nothing to hold it against")])
+BROKEN = ladder.whole([*S3[:3], ladder.failed("S3", "acceptance-is-one", "0 of 72")])
+NONE = tuple(ladder.not_climbed(name, "no GPU here") for name in ladder.RUNGS)
+IN_PROCESS = [{"drafter": d, "oracle": {}, "runs": [{}], "failure": None, "ok": True} for d in ("mla", "llama")]
+
+
+def run(rungs: tuple[ladder.Rung, ...], pair: str = "oracle") -> receipt.Run:
+    return receipt.Run(pair, "/t", "/d", 3, "docker run", "8 x RTX PRO 6000", rungs)
+
+
+def made(*runs: receipt.Run, variant: str = "cuda", image: str = IMAGE, **more: Any) -> dict[str, Any]:
+    about = {"locks": {"torch.txt": "e" * 64}, "base": {"kind": "registry", "reference": "b", "sha256": "3" * 64}}
+    labels = {**LABELS, "kimi-eagle3.lock.engine": "9" * 64} if variant == "cpu" else LABELS
+    known = receipt.Image("kimi:1", image, (), labels)
+    release = replace(PINS.release("vllm", "0.32.0"), variant=variant)
+    return receipt.make(release, known, None, about, runs, **more)
+
+
+@pytest.mark.parametrize(
+    ("what", "rung"),
+    [
+        (made(run(S3)), "S3"),
+        (made(run(S3), run(S4, "pinned")), "S4"),
+        (made(run(S4), run(S3, "pinned")), "S3"),
+        (made(run(S4, "pinned"), variant="cpu"), "S3"),
+        (made(run(S3), run(BROKEN, "pinned")), ""),
+        (made(run(LOW)), "S2"),
+        (made(run(LOW), run(S3)), "S2"),
+        (made(run(NONE)), ""),
+        (made(run(NONE), in_process=IN_PROCESS), "S3"),
+        (made(run(NONE), in_process=IN_PROCESS[:1]), ""),
+        (made(run(NONE), in_process=[IN_PROCESS[0], IN_PROCESS[1] | {"runs": []}]), ""),
+        (made(run(NONE), in_process=[*IN_PROCESS, IN_PROCESS[0] | {"ok": False}]), ""),
+        (made(run(BROKEN), in_process=IN_PROCESS), ""),
+    ],
+)
+def test_the_level_is_what_all_runs_reached_together(what: dict[str, Any], rung: str) -> None:
+    receipt.check(what)
+    assert evidence.level(what).rung == rung
+
+
+def test_the_oracle_in_a_process_is_not_enough_where_there_is_a_twin() -> None:
+    assert not evidence.level(made(run(NONE), in_process=IN_PROCESS), twin=True).reaches("S3")
+
+
+def test_a_level_reaches_itself_and_what_is_below() -> None:
+    assert evidence.level(made(run(S4, "pinned"))).reaches("S3")
+    assert evidence.level(made(run(S3))).reaches("S3")
+    assert not evidence.level(made(run(S3))).reaches("S4")
+    assert not evidence.level(made(run(BROKEN))).reaches("S3")
+
+
+def test_a_receipt_speaks_for_its_own_image_and_for_no_other() -> None:
+    assert evidence.stranger(made(run(S3)), [IMAGE], LABELS) == ""
+    assert "another image" in evidence.stranger(made(run(S3), image=f"sha256:{'1' * 64}"), [IMAGE], LABELS)
+    assert "somebody's own pair" in evidence.stranger(made(run(S3, "own")), [IMAGE], LABELS)
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "version": lambda r: r["release"].update(version="0.33.0"),
+    "series": lambda r: r["series"].update(sha256="0" * 64),
+    "torch lock": lambda r: r["locks"].update({"torch.txt": "0" * 64}),
+    "base": lambda r: r["base"].update(sha256="0" * 64),
+    "revision": lambda r: r.update(revision="0" * 40),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_the_twins_receipt_speaks_for_an_image_of_the_same_inputs_alone(what: str) -> None:
+    twin = made(run(S3), variant="cpu", image=f"sha256:{'1' * 64}")
+    assert evidence.stranger(twin, [IMAGE], LABELS) == ""
+    other = copy.deepcopy(twin)
+    CHANGES[what](other)
+    assert evidence.stranger(other, [IMAGE], LABELS) == f"it is of a twin with another {what}"
+
+
+def test_of_this_machines_receipts_the_best_that_speaks_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    release = PINS.release("vllm", "0.32.0")
+
+    def find(asked: str) -> str:
+        return str(evidence.level(evidence.find(IMAGE, LABELS, release, asked, True, None)).rung)
+
+    with pytest.raises(
+        Stop, match=r"there is no receipt for vllm 0\.32\.0, .*: `nox -s smoke-vllm -- --version 0\.32\.0`"
+    ):
+        find("S3")
+    other = f"sha256:{'1' * 64}"
+    receipt.write(receipt.path_for(other), made(run(S4, "pinned"), image=other))
+    receipt.path_for(IMAGE).with_name("broken.json").write_text("{}")
+    with pytest.raises(Stop, match="there is no receipt"):
+        find("S3")
+    receipt.write(receipt.path_for(f"sha256:{'2' * 64}"), made(run(S3), variant="cpu", image=f"sha256:{'2' * 64}"))
+    assert find("S3") == "S3"
+    with pytest.raises(Stop, match=r"reached S3 \(oracle on the twin, .*, and the registry asks for S4: .*--gpus`"):
+        find("S4")
+    receipt.write(receipt.path_for(IMAGE), made(run(S4, "pinned")))
+    assert find("S3") == find("S4") == "S4"
