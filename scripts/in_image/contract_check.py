@@ -60,7 +60,7 @@ def package_root(package: str) -> Path:
 def version(context: Context) -> str:
     """The installed engine is the pinned one."""
     pinned = context.release["version"]
-    distribution = context.release.get("package") or context.release["engine"]
+    distribution = context.release["engine"]
     found = installed(distribution)
     require(found == pinned, f"{distribution} {found} is installed, {pinned} is pinned")
     return f"{distribution} {found}"

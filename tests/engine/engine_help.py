@@ -46,7 +46,7 @@ class Engine:
         self.series.mkdir()
         (self.series / "tree").write_text("# no file is touched\n")
         (self.series / "series").write_text("# no patch\n")
-        self.release: dict[str, Any] = {"engine": "vllm", "version": version, "package": "vllm", "nvcc": False}
+        self.release: dict[str, Any] = {"engine": "vllm", "version": version, "nvcc": False}
         find = "import importlib.util as u; print(u.find_spec('vllm').submodule_search_locations[0])"
         source = subprocess.run([self.python, "-c", find], capture_output=True, text=True, check=True).stdout.strip()
         shutil.copytree(source, self.root / "vllm", copy_function=os.symlink)
