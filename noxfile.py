@@ -125,7 +125,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(name="tests-slow")
 def tests_slow(session: nox.Session) -> None:
-    """Run the tests that take minutes: everything built twice, byte for byte."""
+    """Run the tests that take minutes: everything built twice, byte for byte; each fault on the twin's real server."""
     session.install("-r", "requirements.txt", "-r", "tests/requirements.txt")
     session.run("pytest", "tests/image", "-m", "slow", *session.posargs)
 

@@ -1,7 +1,8 @@
 """Say what this image is: `python3 about.py [--json] [--root FOLDER]`.
 
 Reads what the build left in the folder above this file (release.json, base.json, contract.json, coverage.json, locks/,
-series/) and what is installed in this Python. Runs on any machine, in a second, and imports no engine.
+series/; in a twin also twin.json) and what is installed in this Python. Runs on any machine, in a second, and imports
+no engine.
 Exit status: 0; or 1 where something is missing, differs from its pin or failed, with one line each on standard error.
 """
 
@@ -97,6 +98,18 @@ def _coverage(path: Path) -> dict[str, Any]:
     return {"arch": coverage["arch"], "statuses": dict(sorted(statuses.items())), "serving": serving}
 
 
+def _twin(path: Path, engine: str) -> dict[str, Any]:
+    """Which files of the CPU build a twin has, and why. Raises Missing where one of them isn't what was put there."""
+    twin = _json(path, ("wheel", "sha256", "swapped"))
+    if not twin["swapped"]:
+        raise Missing(f"{path.name}: nothing is swapped: build again")
+    for one in twin["swapped"]:
+        file = Path(str(metadata.distribution(engine).locate_file(one["path"])))
+        if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != one["sha256"]:
+            raise Missing(f"{one['path']} isn't that of {twin['wheel']}: build again")
+    return twin
+
+
 def gather(root: Path) -> tuple[dict[str, Any], list[str]]:
     """What the image is, and one line for each thing that is missing. A part that is missing is null."""
     missing: list[str] = []
@@ -122,6 +135,7 @@ def gather(root: Path) -> tuple[dict[str, Any], list[str]]:
     about["locks"] = part(_locks, root / "locks")
     about["contract"] = part(_contract, root / "contract.json")
     about["coverage"] = part(_coverage, root / "coverage.json")
+    about["twin"] = part(_twin, root / "twin.json", about["engine"]) if about["variant"] == "cpu" else None
     about["needs_gpu"] = list(NEEDS_GPU)
     about["missing"] = missing
     return about, missing
@@ -153,6 +167,7 @@ def table(about: dict[str, Any]) -> str:
     rows += [("patch", f"{patch['name']}: {patch['description']}") for patch in patches]
     if series and not patches:
         rows.append(("patch", f"none: {series['why']}"))
+    rows += [("swapped", f"{one['path']}: {one['why']}") for one in (about["twin"] or {}).get("swapped", ())]
     rows += [("lock", f"{name}: sha256 {sha256}") for name, sha256 in (about["locks"] or {"?": "?"}).items()]
     rows.append(("contract", f"{len(contract['checks'])} checks, all hold" if contract else "?"))
     statuses = ", ".join(f"{count} {status}" for status, count in coverage["statuses"].items()) if coverage else "?"

@@ -100,7 +100,7 @@ def package_root(package: str) -> Path:
 def version(context: Context) -> str:
     """The installed engine is the pinned one."""
     pinned = context.release["version"]
-    distribution = context.release.get("package") or context.release["engine"]
+    distribution = context.release["engine"]
     found = installed(distribution)
     require(found == pinned, f"{distribution} {found} is installed, {pinned} is pinned")
     return f"{distribution} {found}"
@@ -128,7 +128,7 @@ def tree(context: Context) -> str:
 
 def record(context: Context) -> str:
     """Each file of the engine's package has the sha256 and the size that its RECORD says, the patched ones, too."""
-    name = context.release.get("package") or context.release["engine"]
+    name = context.release["engine"]
     try:
         files = importlib.metadata.files(name)
     except importlib.metadata.PackageNotFoundError:

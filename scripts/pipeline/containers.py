@@ -511,6 +511,11 @@ def names(engine: ContainerEngine, ref: str) -> list[str]:
     return list(_inspect(engine, ref).get("RepoTags") or ())
 
 
+def layers(engine: ContainerEngine, ref: str) -> list[str]:
+    """The digests of the content of an image's layers, the lowest first; none where there's no such image."""
+    return list((_inspect(engine, ref).get("RootFS") or {}).get("Layers") or ())
+
+
 def _inspect(engine: ContainerEngine, ref: str) -> dict[str, Any]:
     """An image in the engine's words; empty where there's no such image. Raises Stop where there's no answer."""
     code, text, error = _ask([engine.client, "image", "inspect", ref])

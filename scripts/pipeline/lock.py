@@ -1,7 +1,7 @@
 """Write locks/: every wheel by hash, for the image's Python and platform; every Debian package by version.
 
 `locks/torch-<version>.txt` is a torch stack, shared by all engines on it. `locks/<engine>-<tag>.txt` is what
-an engine adds to its stack, and never touches it. `locks/tools.txt` is the installer.
+an engine adds to its stack, and never touches it; a twin's is one wheel. `locks/tools.txt` is the installer.
 """
 
 import argparse
@@ -21,14 +21,12 @@ def compile_lock(
     requirements: list[str],
     out: Path,
     on: Path | None = None,
-    override: tuple[str, ...] = (),
-    like: Path | None = None,
+    alone: bool = False,
 ) -> None:
     """Resolve `requirements` into `out`, on top of the lock `on` and without what it holds already.
 
-    What an engine asks for must agree with the stack, but for the packages named in `override`, where the stack
-    wins. What it shares with the lock `like` has the same version there and here. The result replaces `out` only
-    when it is whole. Raises Stop when there is no solution.
+    What an engine asks for must agree with the stack. `alone` leaves out what the requirements ask for. The result
+    replaces `out` only when it is whole. Raises Stop when there is no solution.
     """
     with tempfile.TemporaryDirectory() as tmp:
         source, result = Path(tmp, "requirements.in"), Path(tmp, "lock.txt")
@@ -38,14 +36,12 @@ def compile_lock(
             *("--generate-hashes", "--only-binary", ":all:", "--no-annotate", "--no-config", "--system-certs"),
             *("--python-version", all_pins.python, "--python-platform", all_pins.platform),
         ]
+        command += ["--no-deps"] if alone else []
         if on is not None:
             stack = lockfile.packages(on)
-            held = (lockfile.packages(like) if like else {}) | stack
-            for option, names in (("--constraint", set(held) - set(override)), ("--override", set(override))):
-                file = Path(tmp, option.strip("-"))
-                file.write_text("".join(f"{name}=={held[name]}\n" for name in sorted(names)))
-                command += [option, str(file)]
-            command += [arg for name in stack for arg in ("--no-emit-package", name)]
+            held = Path(tmp, "constraints")
+            held.write_text("".join(f"{name}=={version}\n" for name, version in sorted(stack.items())))
+            command += ["--constraint", str(held), *(arg for name in stack for arg in ("--no-emit-package", name))]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | network.index())
         if done.returncode:
             raise say.Stop(f"locks/{out.name} can't be resolved: {' '.join(done.stderr.split())[:600]}")
@@ -69,11 +65,9 @@ def job(argv: list[str]) -> None:
         jobs[torch.lock.stem] = partial(compile_lock, all_pins, list(torch.requirements), torch.lock)
     for r in all_pins.releases:
         wanted = [f"{r.package}=={r.version}"]
-        # A twin has what the image it stands for has, wherever it can; that one's lock is written before it.
-        like = None if r.variant == "cuda" else all_pins.release(r.engine, r.version).lock
-        jobs[r.lock.stem] = partial(
-            compile_lock, all_pins, wanted, r.lock, on=r.torch.lock, override=r.override, like=like
-        )
+        # A twin takes files of one wheel, and all else from its image.
+        own = {"alone": True} if r.swapped else {"on": r.torch.lock}
+        jobs[r.lock.stem] = partial(compile_lock, all_pins, wanted, r.lock, **own)
     jobs["debian"] = partial(base.lock, all_pins)
     unknown = set(only) - set(jobs)
     if unknown:

@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -92,20 +92,20 @@ class Serve:
 class Release:
     """An engine at a version, in one variant: `cuda`, or `cpu` (the twin).
 
-    `override` names the packages where the torch stack wins over what `package` asks for; `serving_objects` are globs
-    below site-packages of the shared objects that serving loads.
+    `serving_objects` are globs below site-packages of the shared objects that serving loads. `swapped` are the files
+    that a twin takes from `package`, each with the reason; empty for what isn't one.
     """
 
     engine: str
     version: str
     variant: str
     package: str
-    override: tuple[str, ...]
     torch: Torch
     drafter: Drafter
     default: bool
     serve: Serve
     serving_objects: tuple[str, ...]
+    swapped: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -211,11 +211,12 @@ def _parse(data: dict[str, Any]) -> Pins:
     for r in data["release"]:
         common = data["serve"][r["engine"]]
         flags = {"tensor-parallel-size": data["gpu"]["count"], **common["flags"], **r.get("flags", {})}
-        variants = {"cuda": r | {"package": r["engine"], "override": [], "flags": flags}}
+        variants = {"cuda": r | {"package": r["engine"], "swapped": {}, "flags": flags}}
         variants["cuda"]["env"] = common["env"] | r.get("env", {})
         if "cpu" in r:
             # The twin serves small models on a CPU: its flags are its own, not those for GPUs.
-            variants["cpu"] = r["cpu"]
+            objects = [path for path in r["cpu"]["swapped"] if path.endswith(".so")]
+            variants["cpu"] = r["cpu"] | {"serving_objects": objects}
         for variant, own in variants.items():
             releases.append(
                 Release(
@@ -223,12 +224,12 @@ def _parse(data: dict[str, Any]) -> Pins:
                     version=r["version"],
                     variant=variant,
                     package=own["package"],
-                    override=tuple(own["override"]),
                     torch=torch[r["torch"]],
                     drafter=drafters[r["drafter"]],
                     default=r.get("default", False),
                     serve=Serve(common["port"], own["flags"], common.get("drafter_flags", {}), own["env"]),
                     serving_objects=tuple(own["serving_objects"]),
+                    swapped=dict(own["swapped"]),
                 )
             )
     names = [(r.engine, r.version, r.variant) for r in releases]
@@ -291,7 +292,6 @@ def record(all_pins: Pins, release: Release) -> dict[str, Any]:
         "engine": release.engine,
         "version": release.version,
         "variant": release.variant,
-        "package": release.package,
         "python": all_pins.python,
         "torch": release.torch.version,
         "cuda": release.torch.cuda,

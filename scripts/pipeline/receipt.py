@@ -17,6 +17,7 @@ from scripts.pipeline.ladder import Rung, ok
 from scripts.pipeline.say import Stop
 
 SCHEMA = pins.ROOT / "schemas" / "receipt.schema.json"
+TWIN_OF = "kimi-eagle3.twin.of"  # the label with the id of the image that a twin was made of
 COVERAGE = ("arch", "statuses", "serving")
 
 
@@ -95,6 +96,7 @@ def make(
             for run in runs for rung in run.rungs if rung.status == "not climbed"
         ],
         "in_process": list(in_process),
+        "twin": about["twin"] | {"of": labels.get(TWIN_OF)} if about.get("twin") else None,
         "needs_gpu": list(about.get("needs_gpu") or ()) if release.variant == "cpu" else [],
     }  # fmt: skip
 

@@ -70,6 +70,7 @@ def facts(r: Json) -> str:
         "series": f"{short(r['series']['sha256'])} ({len(r['series']['patches'])} patches)",
         "contract": f"<b>{held}</b>" if not contract or contract["ok"] else f'<b class="chip failed">{held}</b>',
         "coverage": escape(f"{coverage['arch']}: {covered}") if coverage else "not known",
+        **({"twin of": f"{short(t['of'])}, {len(t['swapped'])} files swapped"} if (t := r.get("twin")) else {}),
         "commit": f"<code>{commit}</code>" if commit else "not known",
         "when": escape(r["when"].replace("T", " ").replace("Z", " UTC")),
     }

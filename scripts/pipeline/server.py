@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from docker.models.containers import Container
 
 PORT = 8000  # inside a container
-POLL_S = 1.0
+POLL_S = 0.5
 SAY_S = 5.0  # between two lines of progress where there's no terminal
 ASK_S = 5.0  # for an answer that costs the server nothing
 GENERATE_S = 300.0  # for an answer that has to be generated

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from scripts.pipeline import adapters, climb, containers, ladder, pins, receipt, say, server, trials
+from scripts.pipeline import adapters, climb, containers, ladder, pins, receipt, say, server, trials, twin
 from scripts.pipeline.adapters import Adapter
 from scripts.pipeline.ladder import Rung
 from scripts.pipeline.trials import Trial
@@ -189,6 +189,7 @@ def planned_trials(
     all_pins: pins.Pins, release: pins.Release, options: argparse.Namespace, oracle: Path | None
 ) -> tuple[Trial, ...]:
     """What to run, in order. `oracle` is a folder with the oracle that we made, None where another pair is tested."""
+    pinned_too = bool(oracle and options.gpus and not options.oracle_only)
     found = []
     chats = bool(adapters.adapter(release.engine, release.version).chat)
     for k in options.k or [release.drafter.draft_tokens]:
@@ -200,12 +201,12 @@ def planned_trials(
             target = options.target or all_pins.target.repo
             own = release.drafter.model.repo
             found.append(trials.trial_for(all_pins, target, options.drafter, own, k, chats))
-    if oracle and options.gpus and not options.oracle_only:
+    if pinned_too:
         revision = f"@{all_pins.target.revision}" if all_pins.target.revision else ""
         target, drafter = all_pins.target.repo + revision, release.drafter
         found.append(trials.pinned_trial(all_pins, target, drafter.model.repo, drafter.draft_tokens, chats))
     if options.expect_acceptance is not None:
-        if oracle and options.gpus and not options.oracle_only:
+        if pinned_too:
             raise say.Stop("--expect-acceptance is for one pair: give --target and --drafter, or --oracle-only")
         found = [replace(t, expected=replace(t.expected, acceptance=options.expect_acceptance)) for t in found]
     if options.deadline is not None:
@@ -246,6 +247,8 @@ def try_image(engine_name: str, all_pins: pins.Pins, options: argparse.Namespace
     adapter = adapters.adapter(engine_name, release.version)
     if release.variant == "cuda" and not options.gpus:
         raise say.Stop(f"{image.reference} is for GPUs: add --gpus, or test the twin (--variant cpu)")
+    if release.swapped and not options.image:
+        twin.require_of(engine, all_pins, release)
     with oracle_folder(engine, image.id, release, options) as oracle:
         planned = planned_trials(all_pins, release, options, oracle)
         # By its id: the tag may be moved while this runs, and what is tested is what the receipt is about.
@@ -253,15 +256,14 @@ def try_image(engine_name: str, all_pins: pins.Pins, options: argparse.Namespace
         say.step(f"{image.reference}: what it is")
         record, incomplete = about(engine, image.id)
         installed = str((record.get("installed") or {}).get(release.engine) or "not told")
-        first = ladder.failed("S0", "image-incomplete", incomplete) if incomplete else None
-        wrong = ladder.version(release.version, installed, None)
-        first = wrong if first is None and wrong.status == "failed" else first
+        first = ladder.version(release.version, installed, None)
+        first = ladder.failed("S0", "image-incomplete", incomplete) if incomplete else first
         runs: list[receipt.Run] = []
         for trial, command in zip(planned, commands, strict=True):
             broken = next((run for run in runs if not ladder.ok(run.rungs)), None)
             if broken:
                 runs.append(skipped(trial, f"a run before it failed ({broken.name})"))
-            elif first:
+            elif first.status == "failed":
                 runs.append(replace(skipped(trial, ""), rungs=ladder.whole([climb.report(first)])))
             else:
                 version = release.version

@@ -3,7 +3,6 @@
 Wheels are kept in $XDG_CACHE_HOME (or ~/.cache) under kimi-eagle3/wheels/SHA256/.
 """
 
-import csv
 import importlib.util
 import os
 import re
@@ -36,13 +35,6 @@ class Wheel:
                 return archive.read(path)
             except KeyError:
                 return None
-
-    def python(self) -> dict[str, str]:
-        """The hash of each Python file, by its path, as the wheel's RECORD has it."""
-        with zipfile.ZipFile(self.path) as archive:
-            record = next(name for name in archive.namelist() if name.endswith(".dist-info/RECORD"))
-            rows = csv.reader(archive.read(record).decode().splitlines())
-            return {path: digest for path, digest, *_ in rows if path.endswith(".py")}
 
     def extract(self, paths: Iterable[str], into: Path) -> None:
         """Write the files of `paths` that the wheel has under the folder `into`."""

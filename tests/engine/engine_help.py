@@ -76,7 +76,7 @@ class Engine:
         self.series.mkdir()
         (self.series / "tree").write_text("# no file is touched\n")
         (self.series / "series").write_text("# no patch\n")
-        self.release: dict[str, Any] = {"engine": self.name, "version": version, "package": self.name, "nvcc": False}
+        self.release: dict[str, Any] = {"engine": self.name, "version": version, "nvcc": False}
         find = f"import importlib.util as u; print(u.find_spec('{self.name}').submodule_search_locations[0])"
         source = subprocess.run([self.python, "-c", find], capture_output=True, text=True, check=True).stdout.strip()
         shutil.copytree(source, self.root / self.name, copy_function=os.symlink)

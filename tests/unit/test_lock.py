@@ -40,8 +40,14 @@ def test_a_stack_that_an_engine_cannot_use_is_refused_and_leaves_the_old_lock(tm
     with pytest.raises(Stop, match=r"locks/engine.txt can't be resolved"):
         lock.compile_lock(PINS, ["pydantic==2.12.0"], engine, on=stack)
     assert engine.read_text() == "old"
-    lock.compile_lock(PINS, ["pydantic==2.12.0"], engine, on=stack, override=("typing-extensions",))
-    assert "pydantic" in lockfile.packages(engine)
+
+
+def test_a_twin_is_locked_to_one_wheel(tmp_path: Path) -> None:
+    lock.compile_lock(PINS, ["jinja2==3.1.6"], tmp_path / "twin.txt", alone=True)
+    assert lockfile.packages(tmp_path / "twin.txt") == {"jinja2": "3.1.6"}
+    for release in PINS.releases:
+        if release.variant == "cpu":
+            assert lockfile.packages(release.lock) == {release.package: release.version}
 
 
 def test_source_packages_are_never_locked(tmp_path: Path) -> None:

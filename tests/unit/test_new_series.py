@@ -135,7 +135,7 @@ def test_the_judge_refuses_on_other_sources_and_names_the_file(release: pins.Rel
     release.series.with_name("0.32.0").rename(release.series)
     count, errors = check_patches.check([release], pins.load())
     assert count == 3 and len(errors) == 1
-    assert errors[0].startswith("patches/vllm/0.33.0: on the cuda wheel: vllm/a.py: has sha256")
+    assert errors[0].startswith("patches/vllm/0.33.0: vllm/a.py: has sha256")
 
 
 def test_refresh_writes_tree_and_line_numbers_or_nothing(release: pins.Release, tmp_path: Path) -> None:

