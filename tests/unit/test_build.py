@@ -96,8 +96,8 @@ def test_the_engine_is_built_with_the_network_and_the_rest_without_it_and_withou
 
 
 @pytest.mark.parametrize("release", PINS.releases, ids=lambda release: release.name)
-def test_only_the_last_step_is_an_engines_own(release: pins.Release) -> None:
-    files = [step.dockerfile for step in build.steps(PINS, release, ORIGIN)]
+def test_only_the_last_step_is_an_engines_own(release: pins.Release, tmp_path: Path) -> None:
+    files = [step.dockerfile for step in build.steps(PINS, release, ORIGIN, tmp_path)]
     assert files == ["Dockerfile.stack", "Dockerfile.stack", f"Dockerfile.{release.engine}"]
     stages = (pins.ROOT / files[2]).read_text()
     assert "RUN" not in stages and "\nFROM ${VERIFIED_IMAGE} AS image\n" in stages

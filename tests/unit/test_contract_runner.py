@@ -107,7 +107,7 @@ def test_a_missing_engine_makes_each_check_false_and_crashes_none(engine: str, a
     names = [check.name for check in (*contract_check.FIRST, *adapter.CHECKS, *contract_check.LAST)]
     assert [check["name"] for check in outcome["checks"]] == names
     assert {check["name"] for check in outcome["checks"] if check["ok"]} <= {"compiler"}
-    assert outcome["checks"][0]["detail"] == "vllm is not installed"
+    assert outcome["checks"][0]["detail"] == f"{engine} is not installed"
     assert set(outcome) == {"engine", "version", "checks", "ok"}
 
 
