@@ -1,14 +1,15 @@
 """Push an image: only one that has a receipt, by its digest first, then what belongs to it, and the tags at last.
 
-The tags are `VERSION-eagle3-SERIES`, which never moves, and `VERSION`, which does. Stopped at any point, nothing is
-tagged that isn't whole; run it again and it goes on. The Docker login of this user is used, and shown nowhere.
+The tags are `VERSION-eagle3-SERIES-INPUTS`, which never moves, and `VERSION`, which does. An image of the same inputs
+that is there already stays, and nothing is pushed. Stopped at any point, nothing is tagged that isn't whole; run it
+again and it goes on. The Docker login of this user is used, and shown nowhere.
 """
 
 import argparse
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,18 @@ class Place:
         return f"{self.registry.host}/{self.name}"
 
 
-def fixed_tag(version: str, series: str) -> str:
-    """The tag that never moves: the version and the series hash, `0.16.0-eagle3-0123456789ab`."""
-    return f"{version}-eagle3-{series[:12]}"
+class Released(Stop):
+    """The tag that never moves is on another build of the same inputs: there is nothing to push."""
+
+
+def fixed_tag(version: str, labels: Mapping[str, str]) -> str:
+    """The tag that never moves: the version, the series hash, and the hash of all that went in.
+
+    `0.16.0-eagle3-0123456789ab-01234567`. The last part is of the sha256 over the labels of `attest.inputs`, as
+    canonical JSON: the same series in another entrypoint, or on another lock, is another image.
+    """
+    everything = oci.digest(oci.canonical(attest.inputs(labels))).removeprefix("sha256:")
+    return f"{version}-eagle3-{labels.get(attest.SERIES, '')[:12]}-{everything[:8]}"
 
 
 def repository(all_pins: pins.Pins, path: str, engine: str) -> str:
@@ -57,13 +67,21 @@ def same_image(registry: oci.Registry, name: str, manifest: oci.Manifest, image_
 
 
 def held(place: Place, image: receipt.Image) -> oci.Manifest | None:
-    """The manifest at the tag that never moves, or None. Raises Stop where it is another image's."""
+    """The manifest at the tag that never moves, or None. Raises Stop where it is another image's, Released where that
+    one is of the same inputs: it was built at another revision, which changed nothing in it."""
     manifest = place.registry.manifest(place.name, place.fixed)
     if manifest is None or same_image(place.registry, place.name, manifest, image.id):
         return manifest
     theirs = config_of(place.registry, place.name, manifest)
     config = _json(place.registry.blob(place.name, theirs))
     labels = (config.get("config") or {}).get("Labels") or {}
+    if attest.inputs(labels) == attest.inputs(image.labels):
+        moving = place.registry.manifest(place.name, place.moving)
+        raise Released(
+            f"{place}:{place.fixed} is there already, as {manifest.digest}: the same inputs, built at revision "
+            f"{labels.get(attest.REVISION, 'unknown')[:12]}; nothing is pushed, and {place.moving} stays on "
+            f"{moving.digest if moving else 'nothing (push from that revision to set it)'}"
+        )
     differ = sorted(key for key in labels.keys() | image.labels.keys() if labels.get(key) != image.labels.get(key))
     raise Stop(
         f"{place}:{place.fixed} is taken by another image, {theirs[:19]} (this one is {image.id[:19]}; "
@@ -204,12 +222,16 @@ def job(argv: list[str]) -> None:
     image = smoke.inspect(engine, options.image or all_pins.image(release))
     attest.check_labels(release, image.labels)
     twin = any((r.engine, r.version, r.variant) == (release.engine, release.version, "cpu") for r in all_pins.releases)
-    speaks = evidence.find(image.id, image.labels, release, asked, twin, options.receipt)
+    speaks = evidence.find(image.id, release, asked, twin, options.receipt)
     step(f"{image.reference} ({image.id[:19]}): its receipt reached {evidence.level(speaks, twin)}; asked is {asked}")
-    fixed = fixed_tag(release.version, image.labels[attest.SERIES])
+    fixed = fixed_tag(release.version, image.labels)
     registry = oci.connect(host, options.plain_http)
     place = Place(registry, name, fixed, release.version)
-    done = push(engine, all_pins, release, image, place, speaks)
+    try:
+        done = push(engine, all_pins, release, image, place, speaks)
+    except Released as released:
+        step(str(released))
+        return
     step(f"pushed: {done}\n    check:  nox -s verify -- {done}")
 
 

@@ -85,7 +85,7 @@ def labels(image: Image) -> Check:
 def tags(image: Image) -> Check:
     """The tag that never moves is on this digest; where the moving one is, is said."""
     version = image.labels.get(smoke.VERSION_LABEL, "")
-    fixed = push.fixed_tag(version, image.labels.get(attest.SERIES, ""))
+    fixed = push.fixed_tag(version, image.labels)
     at = {name: image.registry.manifest(image.name, name) for name in (fixed, version)} if version else {}
     found = {name: manifest.digest if manifest else "nothing" for name, manifest in at.items()}
     if found.get(fixed) != image.manifest.digest:
@@ -112,7 +112,7 @@ def receipts(image: Image, asked: str) -> Check:
             receipt.check(one)
         except (Stop, ValueError, KeyError, TypeError) as error:
             return Check("receipt", False, f"it doesn't fit: {str(error)[:200]}")
-        if why := evidence.stranger(one, image.ids, image.labels):
+        if why := evidence.stranger(one, image.ids):
             return Check("receipt", False, why)
         reached.append((evidence.level(one), str(one["when"])))
     got, when = max(reached, key=lambda entry: (entry[0].rung, entry[1]))

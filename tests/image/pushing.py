@@ -78,7 +78,7 @@ def written(path: Path, made: Mapping[str, Any]) -> Path:
 
 
 def fixed(image: receipt.Image) -> str:
-    return push.fixed_tag("0.16.0", image.labels["kimi-eagle3.series"])
+    return push.fixed_tag("0.16.0", image.labels)
 
 
 def state(address: str) -> tuple[dict[str, str], list[str]]:

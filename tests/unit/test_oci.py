@@ -1,6 +1,7 @@
 """The registry client: names, logins by token, and what an error may say."""
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from scripts.pipeline import oci, pins, push, sink, verify
+from scripts.pipeline import attest, oci, pins, push, sink, verify
 from scripts.pipeline.say import Stop
 
 SECRET = "hunter2-8846"
@@ -51,7 +52,12 @@ def test_an_image_is_named_by_digest_or_tag() -> None:
 
 
 def test_the_fixed_tag_has_the_version_and_the_series_and_the_repository_the_engine() -> None:
-    assert push.fixed_tag("0.16.0", "0123456789abcdef" * 4) == "0.16.0-eagle3-0123456789ab"
+    labels = dict.fromkeys(attest.INPUTS, "f" * 64) | {attest.SERIES: "0123456789abcdef" * 4}
+    fixed = push.fixed_tag("0.16.0", labels)
+    assert re.fullmatch(r"0\.16\.0-eagle3-0123456789ab-[0-9a-f]{8}", fixed)
+    assert fixed == push.fixed_tag("0.16.0", labels | {attest.REVISION: "0" * 40})
+    others = {push.fixed_tag("0.16.0", labels | {name: "0" * 64}) for name in attest.inputs(labels)}
+    assert len(others | {fixed}) == len(attest.INPUTS)
     all_pins = pins.load()
     assert push.repository(all_pins, "team", "sglang") == "team/kimi-k2.5-eagle3-sglang"
     assert push.repository(all_pins, "", "vllm") == "kimi-k2.5-eagle3-vllm"
