@@ -19,12 +19,12 @@ PREDICATE = "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:kimi-eagle3:dockerfile:1"
 BUILDER = "urn:kimi-eagle3:a-users-machine"
 LOCKS = ("torch", "engine", "tools", "debian")
-DOCKERFILE, CONTEXT = "kimi-eagle3.dockerfile", "kimi-eagle3.context"
+STACK, DOCKERFILE, CONTEXT = "kimi-eagle3.stack", "kimi-eagle3.dockerfile", "kimi-eagle3.context"
 REVISION = "org.opencontainers.image.revision"
 BASE = "org.opencontainers.image.base.digest"
 SERIES = "kimi-eagle3.series"
 # The labels that name an input of the build by its digest.
-INPUTS = (BASE, SERIES, DOCKERFILE, CONTEXT, REVISION, *(f"kimi-eagle3.lock.{name}" for name in LOCKS))
+INPUTS = (BASE, SERIES, STACK, DOCKERFILE, CONTEXT, REVISION, *(f"kimi-eagle3.lock.{name}" for name in LOCKS))
 # A wheel's requirement with its hashes: one for each platform that it is published for.
 _WHEEL = re.compile(
     r"^([A-Za-z0-9][A-Za-z0-9.+_-]*)==([^\s;\\=]+)((?: *\\\n +--hash=sha256:[0-9a-f]{64})+)", re.MULTILINE
@@ -38,12 +38,17 @@ def locks(release: pins.Release) -> dict[str, Path]:
     return dict(zip(LOCKS, paths, strict=True))
 
 
+def dockerfiles(release: pins.Release) -> dict[str, Path]:
+    """The two Dockerfiles that an image is made of, in the order of their stages, by the labels that name them."""
+    return {STACK: pins.ROOT / "Dockerfile.stack", DOCKERFILE: pins.ROOT / f"Dockerfile.{release.engine}"}
+
+
 def input_labels(release: pins.Release, context: Path) -> dict[str, str]:
     """The labels that name every input of a build by its sha256. `context` is the folder that the builder gets."""
     return {
         SERIES: series.digest(series.load(release.series)),
         **{f"kimi-eagle3.lock.{name}": files.sha256(path) for name, path in locks(release).items()},
-        DOCKERFILE: files.sha256(pins.ROOT / f"Dockerfile.{release.engine}"),
+        **{label: files.sha256(path) for label, path in dockerfiles(release).items()},
         CONTEXT: files.tree(context),
     }
 
@@ -114,7 +119,7 @@ def provenance(
         _input(labels.get("org.opencontainers.image.base.name", "base"), labels[BASE]),
         *(_input(f"locks/{path.name}", labels[f"kimi-eagle3.lock.{lock}"]) for lock, path in locks(release).items()),
         _input("sbom", oci.digest(sbom), mediaType=SBOM_TYPE),
-        _input(f"Dockerfile.{release.engine}", labels[DOCKERFILE]),
+        *(_input(path.name, labels[label]) for label, path in dockerfiles(release).items()),
         _input("context", labels[CONTEXT]),
         _input(f"patches/{release.engine}/{release.version}", labels[SERIES]),
     ]

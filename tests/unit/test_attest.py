@@ -71,7 +71,8 @@ def test_the_provenance_names_every_input_by_digest(tmp_path: Path) -> None:
     for path in attest.locks(RELEASE).values():
         assert held[f"locks/{path.name}"] == {"sha256": files.sha256(path)}
     assert held["sbom"] == {"sha256": hashlib.sha256(b"sbom").hexdigest()}
-    assert held["Dockerfile.vllm"] == {"sha256": files.sha256(pins.ROOT / "Dockerfile.vllm")}
+    for name in ("Dockerfile.stack", "Dockerfile.vllm"):
+        assert held[name] == {"sha256": files.sha256(pins.ROOT / name)}
     assert held["revision"] == {"gitCommit": "a" * 40}
     for name in series.entries((RELEASE.series / "series").read_bytes()):
         assert held[f"patches/vllm/0.16.0/{name}"] == {"sha256": files.sha256(RELEASE.series / name)}
