@@ -1,16 +1,13 @@
 """Which receipt speaks for an image, and how far up the ladder it got. Pure but for the folder of receipts."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scripts.pipeline import ladder, pins, receipt
-from scripts.pipeline.attest import BASE, REVISION, SERIES
 from scripts.pipeline.say import Stop
-from scripts.pipeline.smoke import VERSION_LABEL as VERSION
 
-TORCH = "kimi-eagle3.lock.torch"
 KINDS = {"llama", "mla"}  # of drafters, that the oracle in a process has to cover
 Json = Mapping[str, Any]
 
@@ -53,10 +50,10 @@ def level(made: Json, twin: bool = False) -> Level:
     return Level(reached[-1] if reached else "", where)
 
 
-def stranger(made: Json, image_ids: Iterable[str], labels: Json) -> str:
+def stranger(made: Json, image_ids: Collection[str]) -> str:
     """Why a receipt doesn't speak for an image, in words; empty where it does.
 
-    It does where it is of one of `image_ids`, or of the twin: the same version, series, torch stack, base and revision.
+    It does where it is of the image, which engines know by any of `image_ids`, or of the twin that was made of it.
     """
     if any(run["pair"] == "own" for run in made["runs"]):
         return "it is of somebody's own pair of models"
@@ -66,18 +63,13 @@ def stranger(made: Json, image_ids: Iterable[str], labels: Json) -> str:
         return ""
     if made["release"]["variant"] != "cpu":
         return f"it is of another image, {made['image']['id'][:19]}"
-    same = {
-        "version": (made["release"]["version"], labels.get(VERSION)),
-        "series": (made["series"]["sha256"], labels.get(SERIES)),
-        "torch lock": (made["locks"].get("torch.txt"), labels.get(TORCH)),
-        "base": (f"sha256:{(made['base'] or {}).get('sha256')}", labels.get(BASE)),
-        "revision": (made["revision"], labels.get(REVISION)),
-    }
-    differ = [name for name, (its, ours) in same.items() if its != ours or not ours]
-    return f"it is of a twin with another {' and '.join(differ)}" if differ else ""
+    if not made.get("twin"):
+        return "it is of a twin, and doesn't say of which image"
+    of = made["twin"]["of"]
+    return "" if of in image_ids else f"it is of the twin of another image, {of[:19]}"
 
 
-def find(image_id: str, labels: Json, release: pins.Release, asked: str, twin: bool, given: Path | None) -> Json:
+def find(image_id: str, release: pins.Release, asked: str, twin: bool, given: Path | None) -> Json:
     """The receipt that speaks for an image: the one `given`, or the best of this machine's.
 
     `twin`: the release has one, so the oracle in a process is not enough. Raises Stop where none reaches `asked`.
@@ -87,13 +79,13 @@ def find(image_id: str, labels: Json, release: pins.Release, asked: str, twin: b
         cure = f"`nox -s build-{release.engine} -- --version {release.version}`, whose last act makes one"
     if given:
         made = receipt.read(given)
-        if why := stranger(made, [image_id], labels):
+        if why := stranger(made, [image_id]):
             raise Stop(f"the receipt {given} doesn't speak for {image_id[:19]}: {why}: {cure}")
         found: list[Json] = [made]
     else:
         folder = receipt.path_for(image_id).parent
         readable = [one for path in sorted(folder.glob("*.json")) if (one := _readable(path))]
-        found = [one for one in readable if not stranger(one, [image_id], labels)]
+        found = [one for one in readable if not stranger(one, [image_id])]
     if not found:
         raise Stop(f"there is no receipt for {release.name}, image {image_id[:19]}, so nothing was shown of it: {cure}")
     best = max(found, key=lambda made: (level(made, twin).rung, made["when"]))
