@@ -3,6 +3,7 @@
 Pure functions of the checkout and the image's labels: the same image gives the same bytes.
 """
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,6 +52,15 @@ def input_labels(release: pins.Release, context: Path) -> dict[str, str]:
         **{label: files.sha256(path) for label, path in dockerfiles(release).items()},
         CONTEXT: files.tree(context),
     }
+
+
+def inputs(labels: Mapping[str, str]) -> str:
+    """The sha256 of all that goes into an image, in hex. The revision is left out: a commit may touch no input.
+
+    It is that of a line `LABEL=VALUE` for each other label of INPUTS, sorted by label, each ended by a newline.
+    """
+    lines = (f"{name}={labels.get(name, '')}\n" for name in sorted(set(INPUTS) - {REVISION}))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def check_labels(release: pins.Release, labels: Mapping[str, str]) -> None:

@@ -85,7 +85,7 @@ def labels(image: Image) -> Check:
 def tags(image: Image) -> Check:
     """The tag that never moves is on this digest; where the moving one is, is said."""
     version = image.labels.get(smoke.VERSION_LABEL, "")
-    fixed = push.fixed_tag(version, image.labels.get(attest.SERIES, ""))
+    fixed = push.fixed_tag(version, image.labels)
     at = {name: image.registry.manifest(image.name, name) for name in (fixed, version)} if version else {}
     found = {name: manifest.digest if manifest else "nothing" for name, manifest in at.items()}
     if found.get(fixed) != image.manifest.digest:

@@ -109,6 +109,16 @@ def test_an_image_of_this_checkout_passes_and_others_are_named(tmp_path: Path) -
         attest.check_labels(RELEASE, {key: value for key, value in good.items() if key != attest.CONTEXT})
 
 
+def test_the_hash_of_the_inputs_is_that_of_their_sorted_labels_without_the_revision(tmp_path: Path) -> None:
+    good = labels(tmp_path)
+    listing = "".join(f"{key}={good[key]}\n" for key in sorted(good) if "base.digest" in key or "kimi-eagle3." in key)
+    assert listing.count("\n") == 9
+    assert attest.inputs(good) == hashlib.sha256(listing.encode()).hexdigest()
+    changed = {name: attest.inputs(good | {name: "0" * 64}) != attest.inputs(good) for name in attest.INPUTS}
+    assert changed == {name: name != attest.REVISION for name in attest.INPUTS}
+    assert attest.inputs(good | {"org.opencontainers.image.title": "another"}) == attest.inputs(good)
+
+
 def test_a_folders_hash_is_that_of_its_sorted_listing(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "c").write_text("1")

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from scripts.pipeline import oci, pins, push, sink, verify
+from scripts.pipeline import attest, oci, pins, push, sink, verify
 from scripts.pipeline.say import Stop
 
 SECRET = "hunter2-8846"
@@ -50,8 +50,9 @@ def test_an_image_is_named_by_digest_or_tag() -> None:
     assert verify.parse("r.example:1/a/b:0.16.0-eagle3-0") == ("r.example:1", "a/b", "0.16.0-eagle3-0")
 
 
-def test_the_fixed_tag_has_the_version_and_the_series_and_the_repository_the_engine() -> None:
-    assert push.fixed_tag("0.16.0", "0123456789abcdef" * 4) == "0.16.0-eagle3-0123456789ab"
+def test_the_fixed_tag_has_version_series_and_inputs_and_the_repository_the_engine() -> None:
+    labels = {"kimi-eagle3.series": "0123456789abcdef" * 4}
+    assert push.fixed_tag("0.16.0", labels) == f"0.16.0-eagle3-0123456789ab-{attest.inputs(labels)[:8]}"
     all_pins = pins.load()
     assert push.repository(all_pins, "team", "sglang") == "team/kimi-k2.5-eagle3-sglang"
     assert push.repository(all_pins, "", "vllm") == "kimi-k2.5-eagle3-vllm"
