@@ -3,6 +3,7 @@
 Pure functions of the checkout and the image's labels: the same image gives the same bytes.
 """
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,20 +39,28 @@ def locks(release: pins.Release) -> dict[str, Path]:
     return dict(zip(LOCKS, paths, strict=True))
 
 
+def dockerfiles(release: pins.Release) -> dict[str, Path]:
+    """The two Dockerfiles that an image is made of, in the order of their stages, by the labels that name them."""
+    return {STACK: pins.ROOT / "Dockerfile.stack", DOCKERFILE: pins.ROOT / f"Dockerfile.{release.engine}"}
+
+
 def input_labels(release: pins.Release, context: Path) -> dict[str, str]:
     """The labels that name every input of a build by its sha256. `context` is the folder that the builder gets."""
     return {
         SERIES: series.digest(series.load(release.series)),
         **{f"kimi-eagle3.lock.{name}": files.sha256(path) for name, path in locks(release).items()},
-        STACK: files.sha256(pins.ROOT / "Dockerfile.stack"),
-        DOCKERFILE: files.sha256(pins.ROOT / f"Dockerfile.{release.engine}"),
+        **{label: files.sha256(path) for label, path in dockerfiles(release).items()},
         CONTEXT: files.tree(context),
     }
 
 
-def inputs(labels: Mapping[str, str]) -> dict[str, str]:
-    """What an image is made of, by its labels: every input but the revision, which changes with the README, too."""
-    return {name: labels.get(name, "") for name in INPUTS if name != REVISION}
+def inputs(labels: Mapping[str, str]) -> str:
+    """The sha256 of all that goes into an image, in hex. The revision is left out: a commit may touch no input.
+
+    It is that of a line `LABEL=VALUE` for each other label of INPUTS, sorted by label, each ended by a newline.
+    """
+    lines = (f"{name}={labels.get(name, '')}\n" for name in sorted(set(INPUTS) - {REVISION}))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def check_labels(release: pins.Release, labels: Mapping[str, str]) -> None:
@@ -120,8 +129,7 @@ def provenance(
         _input(labels.get("org.opencontainers.image.base.name", "base"), labels[BASE]),
         *(_input(f"locks/{path.name}", labels[f"kimi-eagle3.lock.{lock}"]) for lock, path in locks(release).items()),
         _input("sbom", oci.digest(sbom), mediaType=SBOM_TYPE),
-        _input("Dockerfile.stack", labels[STACK]),
-        _input(f"Dockerfile.{release.engine}", labels[DOCKERFILE]),
+        *(_input(path.name, labels[label]) for label, path in dockerfiles(release).items()),
         _input("context", labels[CONTEXT]),
         _input(f"patches/{release.engine}/{release.version}", labels[SERIES]),
     ]

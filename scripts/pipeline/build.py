@@ -39,7 +39,6 @@ from scripts.pipeline import (
 
 # Numbers of draft tokens that the smoke test after a build tries; the pinned one first.
 PROOF = (3, 1, 5)
-STACK = "Dockerfile.stack"
 # Room for the layers of the last stages alone, in GB.
 REBUILD_GB = 2
 
@@ -153,6 +152,7 @@ def steps(all_pins: pins.Pins, release: pins.Release, origin: base.Base, context
     The labels of the image name every input by hash.
     """
     image, engine_image, whole = all_pins.image(release), unpatched(all_pins, release), verified(all_pins, release)
+    stack, own = (path.name for path in attest.dockerfiles(release).values())
     time = {"SOURCE_DATE_EPOCH": str(all_pins.source_date_epoch)}
     args = {**time, "BASE_IMAGE": origin.reference}
     labels = {
@@ -165,9 +165,9 @@ def steps(all_pins: pins.Pins, release: pins.Release, origin: base.Base, context
         **attest.input_labels(release, context),
     }
     return (
-        Step(STACK, "engine", engine_image, args, {"kimi-eagle3.base": origin.kind}, "default"),
-        Step(STACK, "verified", whole, {**args, "ENGINE_IMAGE": engine_image}, {}, "none"),
-        Step(f"Dockerfile.{release.engine}", "image", image, {**time, "VERIFIED_IMAGE": whole}, labels, "none"),
+        Step(stack, "engine", engine_image, args, {"kimi-eagle3.base": origin.kind}, "default"),
+        Step(stack, "verified", whole, {**args, "ENGINE_IMAGE": engine_image}, {}, "none"),
+        Step(own, "image", image, {**time, "VERIFIED_IMAGE": whole}, labels, "none"),
     )
 
 

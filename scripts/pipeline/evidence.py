@@ -53,7 +53,7 @@ def level(made: Json, twin: bool = False) -> Level:
 def stranger(made: Json, image_ids: Collection[str]) -> str:
     """Why a receipt doesn't speak for an image, in words; empty where it does.
 
-    It does where it is of one of `image_ids`, which an image is known under, or of the twin that was made of it.
+    It does where it is of the image, which engines know by any of `image_ids`, or of the twin that was made of it.
     """
     if any(run["pair"] == "own" for run in made["runs"]):
         return "it is of somebody's own pair of models"
@@ -63,8 +63,10 @@ def stranger(made: Json, image_ids: Collection[str]) -> str:
         return ""
     if made["release"]["variant"] != "cpu":
         return f"it is of another image, {made['image']['id'][:19]}"
-    twin_of = (made["twin"] or {}).get("of") or "an unknown image"
-    return "" if twin_of in image_ids else f"it is of the twin of another image, {twin_of[:19]}"
+    if not made.get("twin"):
+        return "it is of a twin, and doesn't say of which image"
+    of = made["twin"]["of"]
+    return "" if of in image_ids else f"it is of the twin of another image, {of[:19]}"
 
 
 def find(image_id: str, release: pins.Release, asked: str, twin: bool, given: Path | None) -> Json:

@@ -1,8 +1,9 @@
 """Push an image: only one that has a receipt, by its digest first, then what belongs to it, and the tags at last.
 
-The tags are `VERSION-eagle3-SERIES-INPUTS`, which never moves, and `VERSION`, which does. An image of the same inputs
-that is there already stays, and nothing is pushed. Stopped at any point, nothing is tagged that isn't whole; run it
-again and it goes on. The Docker login of this user is used, and shown nowhere.
+The tags are `VERSION-eagle3-SERIES-INPUTS`, which never moves, and `VERSION`, which does. Stopped at any point, nothing
+is tagged that isn't whole; run it again and it goes on. A commit that touches no input (documentation, tests) makes the
+image that was released before, but for the revision in its labels: that is said, nothing is pushed, and no tag moves;
+only where `VERSION` is on nothing, it is set. The Docker login of this user is used, and shown nowhere.
 """
 
 import argparse
@@ -34,18 +35,9 @@ class Place:
         return f"{self.registry.host}/{self.name}"
 
 
-class Released(Stop):
-    """The tag that never moves is on another build of the same inputs: there is nothing to push."""
-
-
 def fixed_tag(version: str, labels: Mapping[str, str]) -> str:
-    """The tag that never moves: the version, the series hash, and the hash of all that went in.
-
-    `0.16.0-eagle3-0123456789ab-01234567`. The last part is of the sha256 over the labels of `attest.inputs`, as
-    canonical JSON: the same series in another entrypoint, or on another lock, is another image.
-    """
-    everything = oci.digest(oci.canonical(attest.inputs(labels))).removeprefix("sha256:")
-    return f"{version}-eagle3-{labels.get(attest.SERIES, '')[:12]}-{everything[:8]}"
+    """The tag that never moves: version, series, all inputs (attest.inputs): `0.16.0-eagle3-0123456789ab-01234567`."""
+    return f"{version}-eagle3-{labels.get(attest.SERIES, '')[:12]}-{attest.inputs(labels)[:8]}"
 
 
 def repository(all_pins: pins.Pins, path: str, engine: str) -> str:
@@ -73,21 +65,60 @@ def held(place: Place, image: receipt.Image) -> oci.Manifest | None:
     if manifest is None or same_image(place.registry, place.name, manifest, image.id):
         return manifest
     theirs = config_of(place.registry, place.name, manifest)
-    config = _json(place.registry.blob(place.name, theirs))
-    labels = (config.get("config") or {}).get("Labels") or {}
-    if attest.inputs(labels) == attest.inputs(image.labels):
-        moving = place.registry.manifest(place.name, place.moving)
-        raise Released(
-            f"{place}:{place.fixed} is there already, as {manifest.digest}: the same inputs, built at revision "
-            f"{labels.get(attest.REVISION, 'unknown')[:12]}; nothing is pushed, and {place.moving} stays on "
-            f"{moving.digest if moving else 'nothing (push from that revision to set it)'}"
-        )
+    labels, _ = labels_and_layers(place, manifest)
     differ = sorted(key for key in labels.keys() | image.labels.keys() if labels.get(key) != image.labels.get(key))
     raise Stop(
         f"{place}:{place.fixed} is taken by another image, {theirs[:19]} (this one is {image.id[:19]}; "
         f"{', '.join(differ) or 'no label'} differ), and it never moves: push the image that was released, or delete "
         "that tag in the registry yourself"
     )
+
+
+def labels_and_layers(place: Place, manifest: oci.Manifest) -> tuple[dict[str, str], list[str]]:
+    """The labels of an image in the registry, and the digests of the content of its layers, the lowest first."""
+    config = _json(place.registry.blob(place.name, config_of(place.registry, place.name, manifest)))
+    return (config.get("config") or {}).get("Labels") or {}, (config.get("rootfs") or {}).get("diff_ids") or []
+
+
+def released(place: Place, image: receipt.Image, layers: Sequence[str]) -> oci.Manifest | None:
+    """What holds the tag that never moves, where that isn't the image, but of the same inputs and layers; or None.
+
+    `layers` are the image's, as `labels_and_layers` has them. Raises Stop where they alone differ.
+    """
+    manifest = place.registry.manifest(place.name, place.fixed)
+    if manifest is None or same_image(place.registry, place.name, manifest, image.id):
+        return None
+    labels, theirs = labels_and_layers(place, manifest)
+    if any(labels.get(name) != image.labels.get(name) for name in attest.INPUTS if name != attest.REVISION):
+        return None
+    if theirs != list(layers):
+        raise Stop(
+            f"{place}:{place.fixed} is taken by an image of the same inputs with other layers, {manifest.digest}, and "
+            "it never moves: build with what made that one (docker or podman, its version, image.source_date_epoch)"
+        )
+    return manifest
+
+
+def leave(place: Place, manifest: oci.Manifest) -> None:
+    """Say that an image was released before, as this manifest, and where the moving tag is; set that only if absent.
+
+    The moving tag stays on a later release: a commit of documentation on an earlier one's sources would set it back.
+    Raises Stop where it is on nothing, and no receipt is attached.
+    """
+    revision = labels_and_layers(place, manifest)[0][attest.REVISION]
+    done = f"{place}@{manifest.digest}"
+    step(f"released already, from revision {revision[:12]} and the same inputs: {done}; nothing is pushed")
+    now = place.registry.manifest(place.name, place.moving)
+    if now is None:
+        kinds = {entry["artifactType"] for entry in attached.find(place.registry, place.name, manifest.digest)}
+        if attest.RECEIPT_TYPE not in kinds:
+            raise Stop(f"{done} has no receipt, so {place.moving} isn't set: push the image of {revision[:12]} again")
+        place.registry.put(place.name, place.moving, manifest)
+        _read_back(place, place.moving, manifest)
+        note(f"{place.moving} was on nothing, and is on it now")
+    elif now.digest != manifest.digest:
+        cure = f"to move it, push the image of {revision[:12]} itself"
+        note(f"{place.moving} is on another image, {now.digest}, and stays there: {cure}")
 
 
 def bring(engine: containers.ContainerEngine, all_pins: pins.Pins, place: Place, image: receipt.Image) -> oci.Manifest:
@@ -224,14 +255,12 @@ def job(argv: list[str]) -> None:
     twin = any((r.engine, r.version, r.variant) == (release.engine, release.version, "cpu") for r in all_pins.releases)
     speaks = evidence.find(image.id, release, asked, twin, options.receipt)
     step(f"{image.reference} ({image.id[:19]}): its receipt reached {evidence.level(speaks, twin)}; asked is {asked}")
-    fixed = fixed_tag(release.version, image.labels)
     registry = oci.connect(host, options.plain_http)
-    place = Place(registry, name, fixed, release.version)
-    try:
-        done = push(engine, all_pins, release, image, place, speaks)
-    except Released as released:
-        step(str(released))
+    place = Place(registry, name, fixed_tag(release.version, image.labels), release.version)
+    if there := released(place, image, containers.layers(engine, image.id)):
+        leave(place, there)
         return
+    done = push(engine, all_pins, release, image, place, speaks)
     step(f"pushed: {done}\n    check:  nox -s verify -- {done}")
 
 

@@ -1,6 +1,5 @@
 """The container engine of this machine, the base image, and a registry of our own."""
 
-import random
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -57,8 +56,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, engine: containers.ContainerEngine, t
 @pytest.fixture(scope="module")
 def image(engine: containers.ContainerEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[receipt.Image]:
     folder = tmp_path_factory.mktemp("image")
-    layers = [random.Random(0).randbytes(3 << 20), random.Random(1).randbytes(20000)]
-    with pushing.image(engine, folder / "context", layers, pushing.labels(folder)) as built:
+    with pushing.image(engine, folder / "context", pushing.LAYERS, pushing.labels(folder)) as built:
         yield built
 
 

@@ -1,6 +1,7 @@
 """Small images with the labels of a release, and receipts for them: what the tests push."""
 
 import json
+import random
 import subprocess
 import uuid
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ PINS = pins.load()
 RELEASE = PINS.release("vllm", "0.16.0")
 NAME = "team/kimi-k2.5-eagle3-vllm"
 MOVING = "0.16.0"
+LAYERS = [random.Random(0).randbytes(3 << 20), random.Random(1).randbytes(20000)]
 RUNGS = ladder.whole(
     [
         ladder.passed("S0", "the engine is 0.16.0", pinned="0.16.0", installed="0.16.0", served="0.16.0"),

@@ -1,12 +1,15 @@
 """Pushing to a real registry: what is there afterwards, and that nothing half-made ever has a tag."""
 
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pushing
@@ -211,6 +214,96 @@ def test_a_fixed_tag_on_the_same_image_in_other_words_stays_and_the_moving_one_f
     with pytest.raises(Stop, match="was set by somebody else meanwhile, to the same image: run it again"):
         push.tag(place, manifest, image, other)
     assert set(pushing.state(address)[0].values()) == {other.digest}
+
+
+# --- the next commit
+
+
+@contextmanager
+def another(
+    engine: containers.ContainerEngine, image: receipt.Image, folder: Path, layers: list[bytes] = pushing.LAYERS,
+    **labels: str,
+) -> Iterator[tuple[receipt.Image, Path]]:  # fmt: skip
+    """An image like the first but for these layers and labels, and its receipt, for the time of a `with` block."""
+    with pushing.image(engine, folder / "another", layers, {**image.labels, **labels}) as built:
+        assert built.id != image.id
+        yield built, pushing.written(folder / "another.json", pushing.receipt_of(built))
+
+
+def test_an_image_that_differs_in_its_revision_alone_is_released_already_and_nothing_is_pushed(
+    engine: containers.ContainerEngine, address: str, image: receipt.Image, proof: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """As a commit makes it that touches the documentation alone."""
+    pushed(address, image, "--receipt", proof)
+    before = pushing.state(address)
+    with (
+        registries.proxied(address) as proxy,
+        another(engine, image, tmp_path, **{attest.REVISION: "c" * 40}) as (built, its),
+    ):
+        capsys.readouterr()
+        pushed(proxy.address, built, "--receipt", its)
+        assert not [line for line in proxy.requests if not line.startswith(("GET ", "HEAD "))]
+    said = capsys.readouterr().out
+    place = f"{proxy.address}/{NAME}@{before[0][MOVING]}"
+    assert f"released already, from revision aaaaaaaaaaaa and the same inputs: {place}; nothing is pushed" in said
+    assert "another image" not in said and "pushed: " not in said
+    assert pushing.state(address) == before
+    verify.job([f"{address}/{NAME}:{MOVING}"])
+
+
+def test_of_an_image_that_is_released_already_the_moving_tag_is_set_only_where_it_is_on_nothing(
+    engine: containers.ContainerEngine, address: str, image: receipt.Image, proof: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    pushed(address, image, "--receipt", proof)
+    repository = tmp_path / "data/docker/registry/v2/repositories" / NAME / "_manifests/tags"
+    with another(engine, image, tmp_path, **{attest.REVISION: "c" * 40}) as (built, its):
+        shutil.rmtree(repository / MOVING)
+        pushed(address, built, "--receipt", its)
+        assert f"{MOVING} was on nothing, and is on it now" in capsys.readouterr().out
+        assert whole(address, image)
+        theirs = pushing.put_other(address, MOVING, "a later release")
+        pushed(address, built, "--receipt", its)
+        says = f"{MOVING} is on another image, {theirs}, and stays there: to move it, push the image of aaaaaaaaaaaa"
+        assert says in capsys.readouterr().out
+        assert pushing.state(address)[0][MOVING] == theirs
+        shutil.rmtree(repository / MOVING)
+        listed = next(repository.glob("sha256-*"))
+        shutil.rmtree(listed)
+        refused(address, built, rf"has no receipt, so {MOVING} isn't set: push the image of aaaa", "--receipt", its)
+
+
+def test_another_input_makes_another_fixed_tag_and_the_moving_one_follows(
+    engine: containers.ContainerEngine, address: str, image: receipt.Image, proof: Path, tmp_path: Path
+) -> None:
+    """As a commit makes it that touches a script of the image, and not the series."""
+    pushed(address, image, "--receipt", proof)
+    before = pushing.state(address)[0]
+    with another(engine, image, tmp_path, **{attest.REVISION: "c" * 40, attest.CONTEXT: "2" * 64}) as (built, its):
+        pushed(address, built, "--receipt", its)
+        fixed = pushing.fixed(built)
+        tags = pushing.state(address)[0]
+        assert fixed.rpartition("-")[0] == pushing.fixed(image).rpartition("-")[0] and fixed not in before
+        assert tags == before | {fixed: tags[fixed], MOVING: tags[fixed]} and tags[fixed] not in before.values()
+        verify.job([f"{address}/{NAME}:{fixed}"])
+
+
+def test_an_image_of_other_inputs_or_other_layers_under_the_fixed_tag_is_refused(
+    engine: containers.ContainerEngine, address: str, image: receipt.Image, proof: Path, tmp_path: Path
+) -> None:
+    edited, inputs = [pushing.LAYERS[0], b"other"], tmp_path / "inputs"
+    inputs.mkdir()
+    with another(engine, image, tmp_path, edited, **{attest.REVISION: "c" * 40}) as (built, its):
+        pushed(address, image, "--receipt", proof)
+        refused(address, built, "of the same inputs with other layers, sha256:.*, and it never moves", "--receipt", its)
+    with another(engine, image, inputs, **{attest.CONTEXT: "2" * 64}) as (built, its):
+        registry = oci.connect(address)
+        theirs = registry.manifest(NAME, MOVING)
+        assert theirs
+        registry.put(NAME, pushing.fixed(built), theirs)
+        match = rf"is taken by another image, .*; {re.escape(attest.CONTEXT)} differ\), and it never moves"
+        refused(address, built, match, "--receipt", its)
 
 
 # --- what goes wrong on the way

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.pipeline import base, build, containers, lock, network, pins
+from scripts.pipeline import base, containers, lock, network, pins
 
 PINS = pins.load()
 TAGS = ("kimi-eagle3-test:first", "kimi-eagle3-test:second")
@@ -64,7 +64,7 @@ def test_the_second_engine_adds_its_own_layers_alone(
         args = {"SOURCE_DATE_EPOCH": str(PINS.source_date_epoch), "BASE_IMAGE": origin.reference}
         with network.secrets() as given:
             containers.build(
-                engine, dockerfile=pins.ROOT / build.STACK, context=context, tag=tag, target="engine", args=args,
+                engine, dockerfile=pins.ROOT / "Dockerfile.stack", context=context, tag=tag, target="engine", args=args,
                 secrets=given, no_cache=no_cache,
             )  # fmt: skip
     first, second = (layers(engine, tag) for tag in TAGS)

@@ -78,6 +78,17 @@ DOCUMENTS = {
         attest.STATEMENT_TYPE,
         lambda s: s["predicate"]["buildDefinition"]["resolvedDependencies"].pop(1),
     ),
+    "a provenance without the Dockerfile of the stack": (
+        "provenance",
+        attest.STATEMENT_TYPE,
+        lambda s: s["predicate"]["buildDefinition"].update(
+            resolvedDependencies=[
+                entry
+                for entry in s["predicate"]["buildDefinition"]["resolvedDependencies"]
+                if entry["name"] != "Dockerfile.stack"
+            ]
+        ),
+    ),
     "a provenance of another shape": ("provenance", attest.STATEMENT_TYPE, lambda s: s.update(predicate=[])),
     "an SBOM of other locks": (
         "SBOM",

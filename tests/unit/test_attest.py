@@ -71,7 +71,8 @@ def test_the_provenance_names_every_input_by_digest(tmp_path: Path) -> None:
     for path in attest.locks(RELEASE).values():
         assert held[f"locks/{path.name}"] == {"sha256": files.sha256(path)}
     assert held["sbom"] == {"sha256": hashlib.sha256(b"sbom").hexdigest()}
-    assert held["Dockerfile.vllm"] == {"sha256": files.sha256(pins.ROOT / "Dockerfile.vllm")}
+    for name in ("Dockerfile.stack", "Dockerfile.vllm"):
+        assert held[name] == {"sha256": files.sha256(pins.ROOT / name)}
     assert held["revision"] == {"gitCommit": "a" * 40}
     for name in series.entries((RELEASE.series / "series").read_bytes()):
         assert held[f"patches/vllm/0.16.0/{name}"] == {"sha256": files.sha256(RELEASE.series / name)}
@@ -106,6 +107,16 @@ def test_an_image_of_this_checkout_passes_and_others_are_named(tmp_path: Path) -
         attest.check_labels(RELEASE, good | {"org.opencontainers.image.version": "0.16.1"})
     with pytest.raises(Stop, match=r"doesn't say what went in \(kimi-eagle3\.context\): `nox -s build-vllm"):
         attest.check_labels(RELEASE, {key: value for key, value in good.items() if key != attest.CONTEXT})
+
+
+def test_the_hash_of_the_inputs_is_that_of_their_sorted_labels_without_the_revision(tmp_path: Path) -> None:
+    good = labels(tmp_path)
+    listing = "".join(f"{key}={good[key]}\n" for key in sorted(good) if "base.digest" in key or "kimi-eagle3." in key)
+    assert listing.count("\n") == 9
+    assert attest.inputs(good) == hashlib.sha256(listing.encode()).hexdigest()
+    changed = {name: attest.inputs(good | {name: "0" * 64}) != attest.inputs(good) for name in attest.INPUTS}
+    assert changed == {name: name != attest.REVISION for name in attest.INPUTS}
+    assert attest.inputs(good | {"org.opencontainers.image.title": "another"}) == attest.inputs(good)
 
 
 def test_a_folders_hash_is_that_of_its_sorted_listing(tmp_path: Path) -> None:

