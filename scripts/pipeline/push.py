@@ -59,8 +59,7 @@ def same_image(registry: oci.Registry, name: str, manifest: oci.Manifest, image_
 
 
 def held(place: Place, image: receipt.Image) -> oci.Manifest | None:
-    """The manifest at the tag that never moves, or None. Raises Stop where it is another image's, Released where that
-    one is of the same inputs: it was built at another revision, which changed nothing in it."""
+    """The manifest at the tag that never moves, or None. Raises Stop where it is another image's."""
     manifest = place.registry.manifest(place.name, place.fixed)
     if manifest is None or same_image(place.registry, place.name, manifest, image.id):
         return manifest

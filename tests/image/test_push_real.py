@@ -159,24 +159,6 @@ def test_a_fixed_tag_that_is_taken_is_never_moved(address: str, image: receipt.I
     refused(address, image, r"is taken by another image, .* and it never moves", "--receipt", proof)
 
 
-def test_the_same_inputs_at_another_revision_are_released_already_and_other_inputs_get_a_tag_of_their_own(
-    engine: containers.ContainerEngine, address: str, image: receipt.Image, proof: Path, tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    pushed(address, image, "--receipt", proof)
-    before = pushing.state(address)
-    with pushing.image(engine, tmp_path / "later", [b"x"], image.labels | {attest.REVISION: "9" * 40}) as later:
-        assert later.id != image.id and pushing.fixed(later) == pushing.fixed(image)
-        pushed(address, later, "--receipt", pushing.written(tmp_path / "later.json", pushing.receipt_of(later)))
-        assert "the same inputs, built at revision aaaaaaaaaaaa; nothing is pushed" in "".join(capfd.readouterr())
-        assert pushing.state(address) == before
-    with pushing.image(engine, tmp_path / "other", [b"x"], image.labels | {attest.CONTEXT: "9" * 64}) as other:
-        pushed(address, other, "--receipt", pushing.written(tmp_path / "other.json", pushing.receipt_of(other)))
-    tags = pushing.state(address)[0]
-    assert tags[pushing.fixed(image)] == before[0][pushing.fixed(image)]
-    assert tags[pushing.fixed(other)] == tags[MOVING] != tags[pushing.fixed(image)]
-
-
 def test_an_image_of_other_sources_is_refused(
     engine: containers.ContainerEngine, address: str, image: receipt.Image, tmp_path: Path
 ) -> None:

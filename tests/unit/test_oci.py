@@ -1,7 +1,6 @@
 """The registry client: names, logins by token, and what an error may say."""
 
 import json
-import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
