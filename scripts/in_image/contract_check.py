@@ -8,7 +8,7 @@ import re
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,27 @@ def record(context: Context) -> str:
     require(not wrong, f"{len(wrong)} files are not as RECORD says: {'; '.join(wrong[:3])}")
     require(len(listed) > 1, f"RECORD of {name} lists no file")
     return f"{len(listed)} files of {name}"
+
+
+def kimi_k2_config(drafter: Path, get_config: Callable[..., Any]) -> str:
+    """A drafter's folder whose config.json says kimi_k2 has a config, by the engine's own `get_config`."""
+    try:
+        config = get_config(str(drafter), trust_remote_code=False)
+    except ValueError as error:
+        raise Unmet(f"a drafter of model type kimi_k2 has no config: {error}") from None
+    require(config.architectures == ["LlamaForCausalLMEagle3"], f"its architectures become {config.architectures}")
+    return f"kimi_k2 loads as {type(config).__name__}"
+
+
+def mla_drafter(registered: Collection[str], deepseek_v3: Callable[[], str], kimi_k2: Callable[[], str]) -> str:
+    """An MLA drafter has a class, and runs under either model type that training tools export it under.
+
+    deepseek_v3 is also the type of targets with MTP layers, which is what an engine may take it for.
+    """
+    name = "Eagle3DeepseekV2ForCausalLM"
+    require(name in registered, f"no model class is registered for {name}")
+    deepseek_v3()
+    return f"{kimi_k2()}, model types kimi_k2 and deepseek_v3"
 
 
 # What nearly each gap wants.

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from contract_check import Context, Unmet, require
+from contract_check import Context, Unmet, kimi_k2_config, mla_drafter, require
 from contract_draft import drafted
 from contract_sglang_bench import bench, captured
 from contract_sglang_start import Pair
@@ -51,12 +51,7 @@ def config_type(context: Context) -> str:
     folder = engine.drafter("llama", model_type="kimi_k2")
     from sglang.srt.utils.hf_transformers_utils import get_config
 
-    try:
-        config = get_config(str(folder), trust_remote_code=False)
-    except ValueError as error:
-        raise Unmet(f"a drafter of model type kimi_k2 has no config: {error}") from None
-    require(config.architectures == ["LlamaForCausalLMEagle3"], f"its architectures become {config.architectures}")
-    return f"kimi_k2 loads as {type(config).__name__}"
+    return kimi_k2_config(folder, get_config)
 
 
 def architectures(context: Context) -> str:
@@ -113,14 +108,14 @@ def llama(context: Context) -> str:
 
 def mla(context: Context) -> str:
     """An MLA drafter."""
-    name = "Eagle3DeepseekV2ForCausalLM"
     bench(context)
     from sglang.srt.models.registry import ModelRegistry
 
-    require(name in ModelRegistry.get_supported_archs(), f"no model class is registered for {name}")
-    # Training tools export it under either model type; deepseek_v3 is also that of targets with MTP layers.
-    _runs(context, "mla", model_type="deepseek_v3")
-    return f"{_runs(context, 'mla')}, model types kimi_k2 and deepseek_v3"
+    return mla_drafter(
+        ModelRegistry.get_supported_archs(),
+        lambda: _runs(context, "mla", model_type="deepseek_v3"),
+        lambda: _runs(context, "mla"),
+    )
 
 
 def _require_shared(pair: Pair) -> None:

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 from unittest.mock import MagicMock
 
-from contract_check import Context, Unmet, require
+from contract_check import Context, Unmet, mla_drafter, require
 from contract_states import LENGTHS, TOLERANCE, prompt
 from contract_vllm_bench import Bench, bench
 from tiny_models import HIDDEN, VOCAB
@@ -96,14 +96,14 @@ def llama(context: Context) -> str:
 
 def mla(context: Context) -> str:
     """An MLA drafter."""
-    name = "Eagle3DeepseekV2ForCausalLM"
     bench(context)
     from vllm.model_executor.models.registry import ModelRegistry
 
-    require(name in ModelRegistry.get_supported_archs(), f"no model class is registered for {name}")
-    # Training tools export it under either model type; deepseek_v3 is also that of targets with MTP layers.
-    _runs(context, "mla:deepseek_v3")
-    return f"{_runs(context, 'mla')}, model types kimi_k2 and deepseek_v3"
+    return mla_drafter(
+        ModelRegistry.get_supported_archs(),
+        lambda: _runs(context, "mla:deepseek_v3"),
+        lambda: _runs(context, "mla"),
+    )
 
 
 def _require_shared(engine: Bench, drafter: Any) -> None:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from contract_check import Context, Unmet, package_root, require
+from contract_check import Context, Unmet, kimi_k2_config, package_root, require
 from contract_states import LENGTHS, TOLERANCE, compare, hidden_states, prompt
 from contract_vllm_bench import bench
 from tiny_models import MEDIA_TOKEN
@@ -44,12 +44,7 @@ def config_type(context: Context) -> str:
     folder = bench(context).drafter("llama:kimi_k2")
     from vllm.transformers_utils.config import get_config
 
-    try:
-        config = get_config(str(folder), trust_remote_code=False)
-    except ValueError as error:
-        raise Unmet(f"a drafter of model type kimi_k2 has no config: {error}") from None
-    require(config.architectures == ["LlamaForCausalLMEagle3"], f"its architectures become {config.architectures}")
-    return f"kimi_k2 loads as {type(config).__name__}"
+    return kimi_k2_config(folder, get_config)
 
 
 def language_model_supports(context: Context) -> str:
