@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.pipeline import containers, files, lockfile, network, pins, say
+from scripts.pipeline import containers, files, image_build, lockfile, network, pins, say
 
 LOCK = pins.ROOT / "locks" / "debian.txt"
 ROOM = 10**9  # bytes that bootstrapping needs
@@ -173,7 +173,7 @@ def _import(engine: containers.ContainerEngine, all_pins: pins.Pins, tarball: Pa
         with tempfile.TemporaryDirectory(dir=tarball.parent) as tmp:
             os.link(tarball, Path(tmp, "base.tar"))
             Path(tmp, "Dockerfile").write_text("FROM scratch\nADD base.tar /\n")
-            containers.build(
+            image_build.build(
                 engine,
                 dockerfile=Path(tmp, "Dockerfile"),
                 context=Path(tmp),

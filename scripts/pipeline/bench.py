@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from scripts.pipeline import base, build, containers, network, pins, say, series
+from scripts.pipeline import base, build, containers, docker_or_podman, image_build, network, pins, say, series
 
 PLAIN_TAG, EDITED = "kimi-eagle3-bench:plain", "kimi-eagle3-bench:edited"
 PLAIN = """\
@@ -39,7 +39,7 @@ def plain(engine: containers.ContainerEngine, all_pins: pins.Pins, context: Path
     with tempfile.TemporaryDirectory() as tmp, network.secrets() as given:
         dockerfile = Path(tmp, "Dockerfile")
         dockerfile.write_text(PLAIN.format(base=origin.reference, packages=" ".join(all_pins.debian.packages)))
-        containers.build(engine, dockerfile=dockerfile, context=context, tag=PLAIN_TAG, secrets=given, no_cache=True,
+        image_build.build(engine, dockerfile=dockerfile, context=context, tag=PLAIN_TAG, secrets=given, no_cache=True,
                          args={"SOURCE_DATE_EPOCH": str(all_pins.source_date_epoch)})  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def job(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     all_pins = pins.load()
     release = all_pins.release(options.engine, options.version)
-    engine = containers.find()
+    engine = docker_or_podman.find()
     origin = base.resolve(engine, all_pins)
     scratch = tempfile.TemporaryDirectory()
     context = build.prepare_context(all_pins, release, origin, Path(scratch.name))
@@ -101,7 +101,7 @@ def job(argv: list[str]) -> None:
             step = build.steps(all_pins, changed, origin, context)[1]
             for target in ("patched", "verified"):
                 again = build.what(context, replace(step, target=target, tag=EDITED), {}, False)
-                took = seconds(partial(containers.build, engine, **again))
+                took = seconds(partial(image_build.build, engine, **again))
                 figures.append((f"after a patch edit, stage {target}", f"{took:.1f} s"))
         figures.append(("layer of stage patched", f"{patch_bytes(engine, EDITED) / 1e3:.0f} kB"))
     finally:

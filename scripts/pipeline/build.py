@@ -25,7 +25,9 @@ from scripts.pipeline import (
     base,
     builders,
     containers,
+    docker_or_podman,
     files,
+    image_build,
     in_process,
     lockfile,
     network,
@@ -171,7 +173,7 @@ def steps(all_pins: pins.Pins, release: pins.Release, origin: base.Base, context
     )
 
 
-def what(context: Path, step: Step, given: dict[str, Path], no_cache: bool) -> containers.What:
+def what(context: Path, step: Step, given: dict[str, Path], no_cache: bool) -> image_build.What:
     """A step as the container engine wants it."""
     return {
         "dockerfile": pins.ROOT / step.dockerfile, "context": context, "target": step.target,
@@ -214,7 +216,7 @@ def build(
         try:
             for step in (first, between, last):
                 with say.timed(f"{release.name}: build up to stage {step.target} (network: {step.network})"):
-                    containers.build(engine, **what(context, step, given, no_cache))
+                    image_build.build(engine, **what(context, step, given, no_cache))
         finally:
             containers.remove(engine, between.tag)
         confirm(engine, last.tag)
@@ -267,9 +269,9 @@ def show_commands(engine: containers.ContainerEngine, all_pins: pins.Pins, relea
     given = {"ca": bundle} if (bundle := network.ca_bundle()) else {}
     if values := network.values():
         print(f"# also: --secret id=network,src=FILE, with a line `export NAME=VALUE` for each of {', '.join(values)}")
-    environment = [f"{name}={value}" for name, value in containers.build_environment(engine).items()]
+    environment = [f"{name}={value}" for name, value in image_build.build_environment(engine).items()]
     for step in steps(all_pins, release, origin, context):
-        command = containers.build_command(engine, **what(context, step, given, no_cache))
+        command = image_build.build_command(engine, **what(context, step, given, no_cache))
         print(shlex.join([*environment, *command]))
 
 
@@ -286,11 +288,11 @@ def find(options: argparse.Namespace) -> containers.ContainerEngine:
     """The engine, with the builder that the options name. Raises Stop."""
     if not options.builder and (options.cache_from or options.cache_to):
         raise say.Stop("--cache-from and --cache-to are those of a builder of your own: name it with --builder")
-    engine = containers.find()
+    engine = docker_or_podman.find()
     if not options.builder:
         return engine
     own = builders.Builder(options.builder, tuple(options.cache_from), options.cache_to)
-    return containers.with_builder(engine, own)
+    return docker_or_podman.with_builder(engine, own)
 
 
 def job(argv: list[str]) -> None:

@@ -8,7 +8,7 @@ import argparse
 import subprocess
 import sys
 
-from scripts.pipeline import build, containers, files, pins, say
+from scripts.pipeline import build, containers, docker_or_podman, files, pins, say
 
 TOOLS = ("pytest", "nvidia-cuda-cuobjdump==13.5.37")
 
@@ -23,7 +23,7 @@ def job(argv: list[str]) -> None:
     parser.add_argument("pytest", nargs="*", help="arguments of pytest (after another --)")
     options = parser.parse_args(argv)
     all_pins = pins.load()
-    engine = containers.find()
+    engine = docker_or_podman.find()
     chosen = [
         r
         for r in all_pins.releases

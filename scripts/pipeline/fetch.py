@@ -24,7 +24,7 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
-from scripts.pipeline import base, containers, files, network, offline, pins, say, wheels
+from scripts.pipeline import base, containers, docker_or_podman, files, network, offline, pins, say, wheels
 from scripts.pipeline.say import Stop
 
 PIECE = 2**20  # bytes read at a time
@@ -177,7 +177,7 @@ def job(argv: list[str]) -> None:
     releases = chosen(all_pins, options.releases)
     folder = options.folder.resolve()
     (folder / "wheels").mkdir(parents=True, exist_ok=True)
-    engine = containers.find()
+    engine = docker_or_podman.find()
     origin = base.resolve(engine, all_pins, "bootstrap")
     with say.timed("the base"):
         base.keep(all_pins, folder / "base")

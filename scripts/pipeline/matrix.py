@@ -8,7 +8,7 @@ import json
 import sys
 from contextlib import redirect_stdout
 
-from scripts.pipeline import containers, pins, say
+from scripts.pipeline import containers, docker_or_podman, pins, say
 
 
 def matrix(all_pins: pins.Pins) -> dict[str, list[dict[str, str]]]:
@@ -28,7 +28,7 @@ def job(argv: list[str]) -> None:
         return
     image = all_pins.image(all_pins.release(*options.id))
     with redirect_stdout(sys.stderr):
-        found = containers.image_id(containers.find(), image)
+        found = containers.image_id(docker_or_podman.find(), image)
     if not found:
         raise say.Stop(f"no image {image} is here: build it first")
     print(found)

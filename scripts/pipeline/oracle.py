@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.pipeline import containers, pins
+from scripts.pipeline import containers, docker_or_podman, pins
 from scripts.pipeline.say import Stop, main
 
 SCRIPTS = pins.ROOT / "scripts" / "in_image"
@@ -47,7 +47,7 @@ def job(argv: list[str]) -> None:
     parser.add_argument("--check", action="store_true", help="then prove it without an engine, with transformers")
     options, rest = parser.parse_known_args(argv)
     out: Path = options.out.resolve()
-    engine = containers.find()
+    engine = docker_or_podman.find()
     image = options.image or find_image(engine)
     out.parent.mkdir(parents=True, exist_ok=True)
     for arguments in [[str(out), *rest], *([["check", str(out)]] if options.check else [])]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.pipeline import attached, attest, containers, evidence, oci, pins, receipt, sink, smoke
+from scripts.pipeline import attached, attest, containers, docker_or_podman, evidence, oci, pins, receipt, sink, smoke
 from scripts.pipeline.say import Stop, main, note, step, timed
 
 # With one of these, cosign has an identity to sign with and asks nobody.
@@ -248,7 +248,7 @@ def job(argv: list[str]) -> None:
     host, path = oci.split(options.registry)
     name = repository(all_pins, path, release.engine)
     asked = all_pins.push.level(f"{host}/{name}")
-    engine = containers.find()
+    engine = docker_or_podman.find()
     image = smoke.inspect(engine, options.image or all_pins.image(release))
     attest.check_labels(release, image.labels)
     twin = any((r.engine, r.version, r.variant) == (release.engine, release.version, "cpu") for r in all_pins.releases)

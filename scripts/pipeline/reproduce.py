@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import IO, Any, cast
 
-from scripts.pipeline import base, build, containers, image_config, layer_diff, pins, say
+from scripts.pipeline import base, build, containers, docker_or_podman, image_config, layer_diff, pins, say
 from scripts.pipeline.say import Stop
 
 SHOWN = 20  # files that are named for each layer
@@ -116,7 +116,7 @@ def job(argv: list[str]) -> None:
     parser.add_argument("--keep", action="store_true", help="keep the two images")
     parser.add_argument("--compare", nargs=2, metavar="IMAGE", help="build nothing: compare two images that are there")
     options = parser.parse_args(argv)
-    engine = containers.find()
+    engine = docker_or_podman.find()
     if options.compare:
         say.step(compare(engine, *options.compare))
         return

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.pipeline import containers, say
+from scripts.pipeline import docker_or_podman, say
 from scripts.pipeline.say import Stop, note, step
 
 DOCKER = "docker.io"
@@ -55,13 +55,13 @@ def job(argv: list[str]) -> None:
     if missing:
         step(f"install {' '.join(missing)}, for the base image where no registry is reached")
         apt_install(missing)
-    step(f"ready: {containers.find()}")
+    step(f"ready: {docker_or_podman.find()}")
 
 
 def _engine_trouble() -> Stop | None:
     """Why no container engine works, or None."""
     try:
-        containers.find()
+        docker_or_podman.find()
     except Stop as stop:
         return stop
     return None

@@ -20,7 +20,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from scripts.pipeline import adapters, climb, containers, ladder, pins, receipt, say, server, trials, twin
+from scripts.pipeline import (
+    adapters,
+    climb,
+    containers,
+    docker_or_podman,
+    ladder,
+    pins,
+    receipt,
+    say,
+    server,
+    trials,
+    twin,
+)
 from scripts.pipeline.adapters import Adapter
 from scripts.pipeline.ladder import Rung
 from scripts.pipeline.trials import Trial
@@ -239,7 +251,7 @@ def try_image(engine_name: str, all_pins: pins.Pins, options: argparse.Namespace
     release = None if options.image else chosen_release(engine_name, all_pins, options)
     if options.variant == "cuda" and not options.gpus:
         raise say.Stop("--variant cuda is for GPUs: add --gpus, or test the twin (--variant cpu)")
-    engine = containers.find()
+    engine = docker_or_podman.find()
     if options.gpus:
         require_gpus(engine)
     image = inspect(engine, all_pins.image(release) if release else options.image)

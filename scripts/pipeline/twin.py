@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from scripts.pipeline import containers, files, pins, receipt, say, series, wheels
+from scripts.pipeline import containers, files, image_build, pins, receipt, say, series, wheels
 from scripts.pipeline.say import Stop
 
 DOCKERFILE = pins.ROOT / "Dockerfile.twin"
@@ -91,7 +91,7 @@ def build(engine: containers.ContainerEngine, all_pins: pins.Pins, twin: pins.Re
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent) as tmp, say.timed(f"{twin.name}: {len(twin.swapped)} files swapped"):
         prepare_context(all_pins, twin, Path(tmp))
-        containers.build(
+        image_build.build(
             engine, dockerfile=DOCKERFILE, context=Path(tmp), tag=tag, target="twin",
             args={"SOURCE_DATE_EPOCH": str(all_pins.source_date_epoch), "IMAGE": image},
             labels=labels, network="none", no_cache=no_cache,

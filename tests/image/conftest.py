@@ -9,12 +9,12 @@ import pushing
 import pytest
 import registries
 
-from scripts.pipeline import base, containers, oci, pins, push, receipt
+from scripts.pipeline import base, containers, docker_or_podman, oci, pins, push, receipt
 
 
 @pytest.fixture(scope="session")
 def engine() -> containers.ContainerEngine:
-    return containers.find()
+    return docker_or_podman.find()
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +46,7 @@ def registry(registry_program: Path, tmp_path_factory: pytest.TempPathFactory) -
 def quick(monkeypatch: pytest.MonkeyPatch, engine: containers.ContainerEngine, tmp_path: Path) -> None:
     """No waiting between tries, this user's login and receipts out of the way, and the engine looked for once."""
     monkeypatch.setattr(oci, "WAITS", (0.01,) * 5)
-    monkeypatch.setattr(containers, "find", lambda: engine)
+    monkeypatch.setattr(docker_or_podman, "find", lambda: engine)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-login"))
     for name in ("COSIGN_KEY", "COSIGN_PUBLIC_KEY", *push.IDENTITIES):

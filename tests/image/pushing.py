@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from scripts.pipeline import attest, containers, ladder, oci, pins, push, receipt
+from scripts.pipeline import attest, containers, image_build, ladder, oci, pins, push, receipt
 
 PINS = pins.load()
 RELEASE = PINS.release("vllm", "0.16.0")
@@ -52,7 +52,7 @@ def image(
     (folder / "Dockerfile").write_text("\n".join(lines) + "\n")
     tag = f"kimi-eagle3-test-{uuid.uuid4().hex[:8]}:1"
     args = {"SOURCE_DATE_EPOCH": "1700000000"}
-    built = containers.build(
+    built = image_build.build(
         engine, dockerfile=folder / "Dockerfile", context=folder, tag=tag, args=args, labels=labels
     )
     try:

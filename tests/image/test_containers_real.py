@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.pipeline import containers
+from scripts.pipeline import containers, docker_or_podman, image_build
 from scripts.pipeline.say import Stop
 
 pytestmark = pytest.mark.image
@@ -56,9 +56,9 @@ WAITS = program(b"\xb8\x22\x00\x00\x00\x0f\x05\xeb\xf7")  # pause() for ever
 @pytest.fixture(scope="module", params=["docker", "podman"])
 def engine(request: pytest.FixtureRequest) -> Iterator[containers.ContainerEngine]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(containers.FORCE, request.param)
+        patch.setenv(docker_or_podman.FORCE, request.param)
         try:
-            yield containers.find()
+            yield docker_or_podman.find()
         except Stop as stop:
             pytest.skip(str(stop))
 
@@ -83,7 +83,7 @@ def context(folder: Path, dockerfile: str, **programs: bytes) -> Path:
 
 def build(engine: containers.ContainerEngine, folder: Path, tag: str, **more: object) -> str:
     what = {"dockerfile": folder / "Dockerfile", "context": folder, "tag": tag, "args": EPOCH, **more}
-    BUILT.append(containers.build(engine, **what))  # type: ignore[arg-type]
+    BUILT.append(image_build.build(engine, **what))  # type: ignore[arg-type]
     return BUILT[-1]
 
 
@@ -93,10 +93,10 @@ def containers_left(engine: containers.ContainerEngine) -> str:
 
 
 def test_finding_leaves_no_image_behind(engine: containers.ContainerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(containers.FORCE, str(engine.client))
+    monkeypatch.setenv(docker_or_podman.FORCE, str(engine.client))
     listed = [engine.client, "image", "ls", "--all", "--quiet", "--filter", "dangling=true"]
     before = set(subprocess.run(listed, capture_output=True, text=True).stdout.split())
-    assert containers.find() == engine
+    assert docker_or_podman.find() == engine
     assert set(subprocess.run(listed, capture_output=True, text=True).stdout.split()) <= before
 
 
@@ -105,12 +105,12 @@ def test_a_client_without_a_builder_is_passed_over(monkeypatch: pytest.MonkeyPat
     plugins = subprocess.run([first, "buildx", "version"], capture_output=True) if first.exists() else None
     if plugins is None or plugins.returncode == 0:
         pytest.skip("this machine has no /usr/local/bin/docker without buildx in front of another client")
-    monkeypatch.delenv(containers.FORCE, raising=False)
-    found = containers.find()
+    monkeypatch.delenv(docker_or_podman.FORCE, raising=False)
+    found = docker_or_podman.find()
     assert found.client != first
-    monkeypatch.setenv(containers.FORCE, str(first))
+    monkeypatch.setenv(docker_or_podman.FORCE, str(first))
     with pytest.raises(Stop, match=f"{first} has no builder"):
-        containers.find()
+        docker_or_podman.find()
 
 
 def test_a_secret_is_seen_by_its_step_and_is_in_no_layer(
@@ -255,20 +255,21 @@ def gone(name: str, seconds: float = 20.0) -> bool:
     return not running(name)
 
 
-HEAD = "from pathlib import Path\nfrom scripts.pipeline import containers, say\n"
+HEAD = "from pathlib import Path\nfrom scripts.pipeline import containers, docker_or_podman, image_build, say\n"
 
 
 @pytest.mark.parametrize("everyone", [False, True], ids=["to us alone", "as from a terminal"])
 def test_ctrl_c_in_a_build_stops_it_and_leaves_no_tag_and_the_next_build_works(
     engine: containers.ContainerEngine, tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, everyone: bool
 ) -> None:
-    monkeypatch.setenv(containers.FORCE, str(engine.client))
+    monkeypatch.setenv(docker_or_podman.FORCE, str(engine.client))
     name = f"wait-{uuid.uuid4().hex[:8]}"
     dockerfile = f'FROM scratch AS slow\nCOPY {name} /\nRUN ["/{name}"]\nFROM scratch AS quick\nCOPY {name} /\n'
     context(tmp_path, dockerfile, **{name: WAITS})
     code = (
         f"{HEAD}folder = Path({str(tmp_path)!r})\n"
-        "say.main(lambda argv: containers.build(containers.find(), dockerfile=folder / 'Dockerfile', context=folder,\n"
+        "say.main(lambda argv: image_build.build(\n"
+        "    docker_or_podman.find(), dockerfile=folder / 'Dockerfile', context=folder,\n"
         f"    tag={tag!r}, args={EPOCH!r}, target='slow') and None)"
     )
     exit_code, rest = interrupted(code, f'RUN ["/{name}"]', everyone)
@@ -283,11 +284,12 @@ def test_ctrl_c_in_a_build_stops_it_and_leaves_no_tag_and_the_next_build_works(
 def test_ctrl_c_in_a_run_leaves_no_container(
     engine: containers.ContainerEngine, tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(containers.FORCE, str(engine.client))
+    monkeypatch.setenv(docker_or_podman.FORCE, str(engine.client))
     name = f"wait-{uuid.uuid4().hex[:8]}"
     build(engine, context(tmp_path, f"FROM scratch\nCOPY {name} /\n", **{name: WAITS}), tag)
     code = (
-        f"{HEAD}def job(argv: list[str]) -> None:\n    engine = containers.find()\n    print('run now', flush=True)\n"
+        f"{HEAD}def job(argv: list[str]) -> None:\n    engine = docker_or_podman.find()\n"
+        "    print('run now', flush=True)\n"
         f"    containers.run(engine, {tag!r}, ['/{name}'])\nsay.main(job)"
     )
     exit_code, rest = interrupted(code, "run now")

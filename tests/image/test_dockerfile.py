@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.pipeline import base, containers, lock, network, pins
+from scripts.pipeline import base, containers, image_build, lock, network, pins
 from scripts.pipeline.say import Stop
 
 PINS = pins.load()
@@ -85,11 +85,11 @@ def make(
     args = {"SOURCE_DATE_EPOCH": str(PINS.source_date_epoch), "BASE_IMAGE": origin.reference}
     common = {"dockerfile": pins.ROOT / "Dockerfile.stack", "context": context, "no_cache": no_cache}
     with network.secrets() as given:
-        containers.build(
+        image_build.build(
             engine, **common, tag=f"{TAG}-engine", target="engine", args=args, secrets=given | (secrets or {})
         )
     args["ENGINE_IMAGE"] = f"{TAG}-engine"
-    containers.build(engine, **common, tag=TAG, target="patched", args=args, network="none")
+    image_build.build(engine, **common, tag=TAG, target="patched", args=args, network="none")
 
 
 def layers(engine: containers.ContainerEngine, tag: str = TAG) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_dockerfile import TAG, clean, context, copy, layers, make, six  # noqa: F401
 
-from scripts.pipeline import base, containers, fetch, network, offline, pins
+from scripts.pipeline import base, containers, docker_or_podman, fetch, network, offline, pins
 
 pytestmark = pytest.mark.image
 PINS = pins.load()
@@ -108,9 +108,9 @@ ALONE = """
     from pathlib import Path
     sys.path[:0] = [{root!r}, {tests!r}]
     from test_dockerfile import layers, make
-    from scripts.pipeline import base, containers, offline, pins
+    from scripts.pipeline import base, docker_or_podman, offline, pins
     folder = Path({folder!r})
-    engine = containers.find()
+    engine = docker_or_podman.find()
     with offline.served(folder):
         origin = base.from_tarball(engine, pins.load(), next(folder.glob("base/*.tar")))
         make(engine, origin, Path({context!r}), no_cache=True)
@@ -120,9 +120,9 @@ ALONE = """
 
 @pytest.fixture
 def podman(monkeypatch: pytest.MonkeyPatch) -> Iterator[containers.ContainerEngine]:
-    monkeypatch.setenv(containers.FORCE, "podman")
+    monkeypatch.setenv(docker_or_podman.FORCE, "podman")
     try:
-        engine = containers.find()
+        engine = docker_or_podman.find()
     except containers.Stop as stop:
         pytest.skip(str(stop))
     yield engine

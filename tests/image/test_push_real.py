@@ -17,7 +17,7 @@ import pytest
 import registries
 from pushing import MOVING, NAME, pushed
 
-from scripts.pipeline import attest, containers, files, oci, pins, push, receipt, sink, verify
+from scripts.pipeline import attest, containers, docker_or_podman, files, oci, pins, push, receipt, sink, verify
 from scripts.pipeline.say import Stop
 
 ALL = sorted([attest.SBOM_TYPE, attest.STATEMENT_TYPE, attest.RECEIPT_TYPE])
@@ -101,8 +101,8 @@ def test_podman_hands_its_image_over_too_and_leaves_out_what_is_there(
         pytest.skip("this machine has no podman")
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv(containers.FORCE, "podman")
-    engine = containers.find()
+    monkeypatch.setenv(docker_or_podman.FORCE, "podman")
+    engine = docker_or_podman.find()
     layers = [random.Random(3).randbytes(MB), random.Random(4).randbytes(20000)]
     (tmp_path / "context").mkdir()
     labels = pushing.labels(tmp_path / "context")

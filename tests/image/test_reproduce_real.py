@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.pipeline import base, containers, pins, reproduce
+from scripts.pipeline import base, containers, docker_or_podman, image_build, pins, reproduce
 from scripts.pipeline.say import Stop
 
 pytestmark = pytest.mark.image
@@ -28,9 +28,9 @@ ENTRYPOINT ["cat"]
 @pytest.fixture(scope="module", params=["docker", "podman"])
 def engine(request: pytest.FixtureRequest) -> Iterator[containers.ContainerEngine]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(containers.FORCE, request.param)
+        patch.setenv(docker_or_podman.FORCE, request.param)
         try:
-            yield containers.find()
+            yield docker_or_podman.find()
         except Stop as stop:
             pytest.skip(str(stop))
 
@@ -53,7 +53,7 @@ def twice(engine: containers.ContainerEngine, origin: base.Base, folder: Path, n
     if not (folder / "layers").exists():
         subprocess.run(["cp", "-r", pins.ROOT / "scripts" / "layers", folder / "layers"], check=True)
     for tag in ("1", "2"):
-        containers.build(
+        image_build.build(
             engine, dockerfile=folder / "Dockerfile", context=folder, tag=f"{name}:{tag}", no_cache=True,
             args={"SOURCE_DATE_EPOCH": EPOCH, "BASE_IMAGE": origin.reference}, labels={"a": "b"},
         )  # fmt: skip
@@ -113,7 +113,7 @@ def test_another_label_is_named_where_all_layers_are_the_same(
     engine: containers.ContainerEngine, origin: base.Base, tmp_path: Path, name: str
 ) -> None:
     twice(engine, origin, tmp_path, name, STEADY)
-    containers.build(
+    image_build.build(
         engine, dockerfile=tmp_path / "Dockerfile", context=tmp_path, tag=f"{name}:2", labels={"a": "c"},
         args={"SOURCE_DATE_EPOCH": EPOCH, "BASE_IMAGE": origin.reference}, no_cache=True,
     )  # fmt: skip
@@ -147,7 +147,7 @@ def test_the_job_builds_twice_under_names_of_its_own_and_leaves_none(
         )  # the size: BuildKit compares that, and the time
         os.utime(tmp_path / "f", (1700000000, 1700000000))
         (tmp_path / "Dockerfile").write_text("FROM scratch\nCOPY f /\n")
-        containers.build(
+        image_build.build(
             engine, dockerfile=tmp_path / "Dockerfile", context=tmp_path, tag=built[-1], no_cache=True,
             args={"SOURCE_DATE_EPOCH": EPOCH},
         )  # fmt: skip

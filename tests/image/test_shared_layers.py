@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.pipeline import base, containers, lock, network, pins
+from scripts.pipeline import base, containers, image_build, lock, network, pins
 
 PINS = pins.load()
 TAGS = ("kimi-eagle3-test:first", "kimi-eagle3-test:second")
@@ -63,7 +63,7 @@ def test_the_second_engine_adds_its_own_layers_alone(
         (context / "release.json").write_text(json.dumps(release))
         args = {"SOURCE_DATE_EPOCH": str(PINS.source_date_epoch), "BASE_IMAGE": origin.reference}
         with network.secrets() as given:
-            containers.build(
+            image_build.build(
                 engine, dockerfile=pins.ROOT / "Dockerfile.stack", context=context, tag=tag, target="engine", args=args,
                 secrets=given, no_cache=no_cache,
             )  # fmt: skip

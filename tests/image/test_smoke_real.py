@@ -20,7 +20,7 @@ from scripts.pipeline import containers, say, server, smoke
 
 def job(argv):
     signal.signal(signal.SIGTERM, smoke.terminate)
-    with server.contained(containers.find(), server.Launch({tag!r}, ("/wait",))) as up:
+    with server.contained(docker_or_podman.find(), server.Launch({tag!r}, ("/wait",))) as up:
         print("it is up", flush=True)
         server.wait(up, "/health", 60)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_containers import EPOCH, docker, script
 
-from scripts.pipeline import build, builders, containers
+from scripts.pipeline import build, builders, containers, docker_or_podman, image_build
 from scripts.pipeline.say import Stop
 
 OWN = builders.Builder("team", ("reg.example/cache",), "reg.example/cache")
@@ -33,8 +33,8 @@ def built(image: str, *digests: str) -> Path:
 def command(image: str = "kimi-vllm:1", **more: object) -> list[str]:
     given = {"dockerfile": Path("D"), "context": Path("C"), "tag": image, "args": EPOCH, **more}
     mine = replace(engine(), builder="buildx", own=OWN)
-    assert containers.build_environment(mine)["BUILDX_BUILDER"] == "team"
-    return containers.build_command(mine, **given)  # type: ignore[arg-type]
+    assert image_build.build_environment(mine)["BUILDX_BUILDER"] == "team"
+    return image_build.build_command(mine, **given)  # type: ignore[arg-type]
 
 
 def test_the_result_goes_to_the_engine_and_to_a_folder_with_the_times_rewritten() -> None:
@@ -89,18 +89,18 @@ def test_a_mirror_on_loopback_is_refused_since_the_builder_is_elsewhere(monkeypa
 def test_a_builder_that_is_not_there_is_one_clear_line(tmp_path: Path, answer: str, says: str) -> None:
     client = script(tmp_path / "docker", answer)
     with pytest.raises(Stop, match=says) as stop:
-        containers.with_builder(engine(client), OWN)
+        docker_or_podman.with_builder(engine(client), OWN)
     assert "\n" not in str(stop.value)
 
 
 def test_a_builder_that_is_there_is_used(tmp_path: Path) -> None:
     client = script(tmp_path / "docker", "echo 'Name: team'; echo 'Driver: kubernetes'")
-    assert containers.with_builder(engine(client), OWN).own == OWN
+    assert docker_or_podman.with_builder(engine(client), OWN).own == OWN
 
 
 def test_podman_has_no_such_builders() -> None:
     with pytest.raises(Stop, match="--builder team is one of Docker's buildx"):
-        containers.with_builder(engine(kind="podman"), OWN)
+        docker_or_podman.with_builder(engine(kind="podman"), OWN)
 
 
 def test_a_cache_without_a_builder_is_refused_before_anything_is_asked(

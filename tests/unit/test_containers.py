@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.pipeline import containers
+from scripts.pipeline import containers, docker_or_podman, image_build
 from scripts.pipeline.say import Stop
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +66,7 @@ def calls(folder: Path) -> list[str]:
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
-        containers.FORCE,
+        docker_or_podman.FORCE,
         "DOCKER_HOST",
         "DOCKER_CONTEXT",
         "CONTAINER_HOST",
@@ -84,7 +84,7 @@ def path(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
 def stop() -> str:
     """The one line with which `find` gives up."""
     with pytest.raises(Stop) as caught:
-        containers.find()
+        docker_or_podman.find()
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -95,7 +95,7 @@ def test_the_first_client_that_can_build_is_taken_and_the_others_are_told(
     bare_client, with_buildkit = docker(tmp_path / "a"), docker(tmp_path / "b", buildkit=True)
     docker(tmp_path / "c", buildx=True)
     path(monkeypatch, tmp_path / "a", tmp_path / "b", tmp_path / "c")
-    assert containers.find() == containers.ContainerEngine(
+    assert docker_or_podman.find() == containers.ContainerEngine(
         with_buildkit, "docker", "buildkit", "1.2", "unix:///run/d.sock", "here", Path("/tmp")
     )
     assert f"passed over {bare_client}: has no builder" in capsys.readouterr().out
@@ -107,7 +107,7 @@ def test_where_the_first_client_can_build_nothing_is_passed_over(
     first = docker(tmp_path / "a", buildkit=True)
     docker(tmp_path / "b", buildx=True)
     path(monkeypatch, tmp_path / "a", tmp_path / "b")
-    assert containers.find().client == first
+    assert docker_or_podman.find().client == first
     assert "passed over" not in capsys.readouterr().out
     assert not (tmp_path / "b" / "calls").exists()
 
@@ -117,10 +117,10 @@ def test_buildx_is_preferred_and_is_given_the_builder_of_the_daemon(
 ) -> None:
     docker(tmp_path, buildx=True, buildkit=True)
     path(monkeypatch, tmp_path)
-    assert containers.find().builder == "buildx"
+    assert docker_or_podman.find().builder == "buildx"
     assert any(call.startswith("|here|buildx build ") for call in calls(tmp_path))
     monkeypatch.setenv("BUILDX_BUILDER", "mine")
-    containers.find()
+    docker_or_podman.find()
     assert calls(tmp_path)[-1].startswith("|mine|buildx build ")
 
 
@@ -130,9 +130,9 @@ def test_docker_comes_before_podman_wherever_they_are_on_the_path(
     podman(tmp_path / "a")
     docker(tmp_path / "b", buildkit=True)
     path(monkeypatch, tmp_path / "a", tmp_path / "b")
-    assert containers.find().kind == "docker"
+    assert docker_or_podman.find().kind == "docker"
     docker(tmp_path / "b", error=DOWN)
-    assert containers.find().kind == "podman"
+    assert docker_or_podman.find().kind == "podman"
 
 
 def test_podman_is_known_by_its_answer_where_it_is_called_docker(
@@ -140,7 +140,9 @@ def test_podman_is_known_by_its_answer_where_it_is_called_docker(
 ) -> None:
     client = podman(tmp_path, name="docker")
     path(monkeypatch, tmp_path)
-    assert containers.find() == containers.ContainerEngine(client, "podman", "buildah", "4.5", "", "", Path("/tmp"))
+    assert docker_or_podman.find() == containers.ContainerEngine(
+        client, "podman", "buildah", "4.5", "", "", Path("/tmp")
+    )
     assert calls(tmp_path)[-1] == "rmi 34", "the image of the probe is left behind"
 
 
@@ -156,7 +158,7 @@ def test_a_client_that_hangs_is_passed_over(tmp_path: Path, monkeypatch: pytest.
     docker(tmp_path / "b", buildkit=True)
     path(monkeypatch, tmp_path / "a", tmp_path / "b")
     monkeypatch.setattr(containers, "PROBE_S", 0.5)
-    assert containers.find().client.parent.name == "b"
+    assert docker_or_podman.find().client.parent.name == "b"
 
 
 def test_one_client_can_be_forced_by_path_or_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,10 +166,10 @@ def test_one_client_can_be_forced_by_path_or_by_name(tmp_path: Path, monkeypatch
     second = docker(tmp_path / "b", buildkit=True)
     podman(tmp_path / "a")
     path(monkeypatch, tmp_path / "a", tmp_path / "b")
-    monkeypatch.setenv(containers.FORCE, str(second))
-    assert containers.find().client == second
-    monkeypatch.setenv(containers.FORCE, "podman")
-    assert containers.find().kind == "podman"
+    monkeypatch.setenv(docker_or_podman.FORCE, str(second))
+    assert docker_or_podman.find().client == second
+    monkeypatch.setenv(docker_or_podman.FORCE, "podman")
+    assert docker_or_podman.find().kind == "podman"
 
 
 def test_a_forced_client_that_does_not_work_is_an_error_though_another_would(
@@ -176,12 +178,12 @@ def test_a_forced_client_that_does_not_work_is_an_error_though_another_would(
     first = docker(tmp_path / "a")
     docker(tmp_path / "b", buildkit=True)
     path(monkeypatch, tmp_path / "a", tmp_path / "b")
-    monkeypatch.setenv(containers.FORCE, str(first))
+    monkeypatch.setenv(docker_or_podman.FORCE, str(first))
     assert "has no builder" in stop()
-    assert containers.FORCE in stop()
-    monkeypatch.setenv(containers.FORCE, str(tmp_path / "absent"))
+    assert docker_or_podman.FORCE in stop()
+    monkeypatch.setenv(docker_or_podman.FORCE, str(tmp_path / "absent"))
     assert "can't be run: No such file or directory" in stop()
-    monkeypatch.setenv(containers.FORCE, "podman")
+    monkeypatch.setenv(docker_or_podman.FORCE, "podman")
     assert "no podman client on the PATH" in stop()
 
 
@@ -234,7 +236,7 @@ def test_the_disk_of_a_remote_daemon_is_unknown_and_that_is_said(
 ) -> None:
     docker(tmp_path, buildkit=True, host="tcp://far:2376")
     path(monkeypatch, tmp_path)
-    engine = containers.find()
+    engine = docker_or_podman.find()
     assert containers.disk_free(engine) is None
     containers.require_disk(engine, 1e9)
     assert "on another machine" in capsys.readouterr().out
@@ -250,7 +252,7 @@ def test_too_little_disk_is_one_line_with_the_numbers_and_the_cure(tmp_path: Pat
 def build(folder: Path, monkeypatch: pytest.MonkeyPatch, **more: object) -> str:
     path(monkeypatch, folder)
     what = {"dockerfile": Path("Dockerfile.x"), "context": Path("ctx"), "tag": "name:1", "args": EPOCH, **more}
-    containers.build(containers.find(), **what)  # type: ignore[arg-type]
+    image_build.build(docker_or_podman.find(), **what)  # type: ignore[arg-type]
     return next(call for call in reversed(calls(folder)) if "name:1" in call and "inspect" not in call)
 
 
@@ -304,7 +306,7 @@ def test_a_build_with_a_hole_in_it_does_not_start(
 
 
 def test_limits_are_never_above_the_shells() -> None:
-    limits = dict(containers._ulimits())
+    limits = dict(containers.ulimits())
     shell = subprocess.run(["/bin/sh", "-c", "ulimit -Hn"], capture_output=True, text=True, check=True).stdout.strip()
     assert shell == "unlimited" or limits["nofile"] == int(shell)
     assert 0 < limits["nproc"] <= int(Path("/proc/sys/kernel/pid_max").read_text())
@@ -313,7 +315,7 @@ def test_limits_are_never_above_the_shells() -> None:
 def test_an_image_has_an_id_and_an_absent_one_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     docker(tmp_path, buildkit=True)
     path(monkeypatch, tmp_path)
-    engine = containers.find()
+    engine = docker_or_podman.find()
     assert containers.image_id(engine, "there") == "sha256:12"
     assert containers.labels(engine, "there") == {}
     assert containers.image_id(engine, "absent") is None
@@ -385,23 +387,23 @@ ERROR: failed to solve with frontend dockerfile.v0: failed to create LLB definit
     ids=["BuildKit, parallel steps", "BuildKit, a hash", "BuildKit, no output", "buildah", "no step", "silence"],
 )
 def test_a_failure_is_told_by_its_step_and_its_last_words(output: str, says: str) -> None:
-    assert containers.failure(output.splitlines()) == says
+    assert image_build.failure(output.splitlines()) == says
 
 
 def test_a_full_disk_is_told_with_its_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client = docker(tmp_path, buildkit=True)
     path(monkeypatch, tmp_path)
-    engine = containers.find()
+    engine = docker_or_podman.find()
     script(client, "echo '#4 [1/1] COPY x /'; echo '#4 ERROR: write /x: no space left on device'; exit 1")
     with pytest.raises(Stop, match="the disk is full: `docker system prune`"):
-        containers.build(engine, dockerfile=tmp_path, context=tmp_path, tag="name:1", args=EPOCH)
+        image_build.build(engine, dockerfile=tmp_path, context=tmp_path, tag="name:1", args=EPOCH)
 
 
 def test_a_build_that_leaves_no_image_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     docker(tmp_path, buildkit=True)
     path(monkeypatch, tmp_path)
     with pytest.raises(Stop, match="says that it built absent and has no such image"):
-        containers.build(containers.find(), dockerfile=tmp_path, context=tmp_path, tag="absent", args=EPOCH)
+        image_build.build(docker_or_podman.find(), dockerfile=tmp_path, context=tmp_path, tag="absent", args=EPOCH)
 
 
 @pytest.mark.parametrize("kind", ["docker", "podman"])
@@ -409,8 +411,9 @@ def test_ctrl_c_ends_the_client_even_where_it_ignores_the_signal(tmp_path: Path,
     client = script(tmp_path / kind, "trap '' TERM INT\necho pid $$\nwhile :; do /bin/sleep 0.2; done")
     engine = f"containers.ContainerEngine(Path({str(client)!r}), {kind!r}, 'buildkit', '1', '', '', None)"
     code = (
-        "from pathlib import Path\nfrom scripts.pipeline import containers, say\ncontainers.STOP_S = 0.5\n"
-        f"say.main(lambda argv: containers.build({engine}, dockerfile=Path('x'), context=Path('.'), tag='name:1',\n"
+        "from pathlib import Path\nfrom scripts.pipeline import containers, image_build, say\n"
+        "containers.STOP_S = 0.5\n"
+        f"say.main(lambda argv: image_build.build({engine}, dockerfile=Path('x'), context=Path('.'), tag='name:1',\n"
         f"    args={EPOCH!r}) and None)"
     )
     job = subprocess.Popen(
@@ -431,14 +434,14 @@ def test_ctrl_c_ends_the_client_even_where_it_ignores_the_signal(tmp_path: Path,
 def test_images_are_where_containerd_keeps_them_when_docker_leaves_them_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(containers, "CONTAINERD_ROOT", tmp_path)
+    monkeypatch.setattr(docker_or_podman, "CONTAINERD_ROOT", tmp_path)
     plain = {"DockerRootDir": "/tmp", "DriverStatus": [["Backing Filesystem", "extfs"]]}
     snapshotter = {"DockerRootDir": "/tmp", "DriverStatus": [["driver-type", "io.containerd.snapshotter.v1"]]}
     own = {**snapshotter, "Containerd": {"Address": "/var/run/docker/containerd/containerd.sock"}}
-    assert containers._docker_storage(plain) == Path("/tmp")
-    assert containers._docker_storage(snapshotter) == tmp_path
-    assert containers._docker_storage(own) == Path("/tmp")
-    assert containers._docker_storage({"DockerRootDir": "/in/a/virtual/machine"}) is None
+    assert docker_or_podman.docker_storage(plain) == Path("/tmp")
+    assert docker_or_podman.docker_storage(snapshotter) == tmp_path
+    assert docker_or_podman.docker_storage(own) == Path("/tmp")
+    assert docker_or_podman.docker_storage({"DockerRootDir": "/in/a/virtual/machine"}) is None
 
 
 def test_an_engine_on_another_machine_needs_an_address_for_its_api() -> None:

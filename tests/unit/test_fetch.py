@@ -16,8 +16,10 @@ from scripts.pipeline import (
     base,
     build,
     containers,
+    docker_or_podman,
     fetch,
     files,
+    image_build,
     lockfile,
     network,
     offline,
@@ -161,8 +163,8 @@ def test_a_mirror_of_this_machine_is_reached_through_its_network(
     assert network.mode() == mode
     engine = containers.ContainerEngine(Path("docker"), "docker", "buildkit", "1", "unix:///d", "", None)
     given = {"dockerfile": Path("D"), "context": Path("C"), "tag": "a:1", "args": {"SOURCE_DATE_EPOCH": "1"}}
-    assert ("--network host" in " ".join(containers.build_command(engine, **given))) == (mode == "host")  # type: ignore[arg-type]
-    assert "--network none" in " ".join(containers.build_command(engine, **given, network="none"))  # type: ignore[arg-type]
+    assert ("--network host" in " ".join(image_build.build_command(engine, **given))) == (mode == "host")  # type: ignore[arg-type]
+    assert "--network none" in " ".join(image_build.build_command(engine, **given, network="none"))  # type: ignore[arg-type]
 
 
 def filled(folder: Path, releases: list[pins.Release]) -> None:
@@ -273,7 +275,7 @@ def test_a_twin_is_built_while_the_folder_is_all_that_there_is(
 ) -> None:
     engine = containers.ContainerEngine(Path("docker"), "docker", "buildkit", "1", "unix:///d", "", None)
     built: list[str] = []
-    monkeypatch.setattr(containers, "find", lambda: engine)
+    monkeypatch.setattr(docker_or_podman, "find", lambda: engine)
     monkeypatch.setattr(base, "from_tarball", lambda *_: base.Base("bootstrapped", "base:1", "0"))
     monkeypatch.setattr(build, "build", lambda *_: "")
     monkeypatch.setattr(smoke, "has_gpus", lambda _: False)

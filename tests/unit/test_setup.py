@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.pipeline import containers, setup
+from scripts.pipeline import docker_or_podman, setup
 from scripts.pipeline.say import Stop
 
 WORKS = """case "$*" in
@@ -40,7 +40,7 @@ def apt(folder: Path, body: str = "") -> None:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Debian machine with root, with mmdebstrap, without a container engine and without systemd."""
-    for name in (containers.FORCE, "DOCKER_HOST", "DOCKER_CONTEXT"):
+    for name in (docker_or_podman.FORCE, "DOCKER_HOST", "DOCKER_CONTEXT"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "os-release").write_text('PRETTY_NAME="Ubuntu 99"\nID=ubuntu\nID_LIKE=debian\n')
     (tmp_path / "there").touch()

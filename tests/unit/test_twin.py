@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts.pipeline import containers, pins, receipt, series, twin, wheels
+from scripts.pipeline import containers, image_build, pins, receipt, series, twin, wheels
 from scripts.pipeline.say import Stop
 
 PINS = pins.load()
@@ -91,7 +91,7 @@ def test_a_twin_that_lacks_a_layer_of_its_image_loses_its_tag(wheel: Path, monke
     found = {"kimi-k2.5-eagle3-vllm:0.32.0-cpu": ["a", "b", "twin"], "sha256:a": ["a", "b"]}
     monkeypatch.setattr(containers, "client", lambda _: nullcontext(SimpleNamespace(images=images)))
     monkeypatch.setattr(containers, "image_id", lambda *_: "sha256:a")
-    monkeypatch.setattr(containers, "build", lambda *_, **what: "sha256:t")
+    monkeypatch.setattr(image_build, "build", lambda *_, **what: "sha256:t")
     monkeypatch.setattr(containers, "layers", lambda _, ref: found[ref])
     tag = twin.build(ENGINE, PINS, with_swapped(vllm__a="fine"))
     assert removed == []
