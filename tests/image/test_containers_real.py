@@ -88,8 +88,11 @@ def build(engine: containers.ContainerEngine, folder: Path, tag: str, **more: ob
 
 
 def containers_left(engine: containers.ContainerEngine) -> str:
-    command = [engine.client, "ps", "--all", "--quiet", "--filter", "name=kimi-eagle3-"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    """The containers of images that were built here: others on this machine are not ours to count."""
+    command = [engine.client, "ps", "--all", "--quiet"]
+    ours = [[*command, "--filter", f"ancestor={image}"] for image in {*BUILT} if containers.image_id(engine, image)]
+    assert ours, "no image of this test is there, so nothing would be counted"
+    return "".join(subprocess.run(one, capture_output=True, text=True, check=True).stdout for one in ours)
 
 
 def test_finding_leaves_no_image_behind(engine: containers.ContainerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
