@@ -7,6 +7,7 @@ removed, also after Ctrl-C.
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
@@ -332,6 +333,9 @@ def job(argv: list[str]) -> None:
     """Test what the arguments choose, write the receipt, and fail with the first rung that failed."""
     engine_name, *rest = argv
     options = arguments(engine_name).parse_args(rest)
+    # What is no number differs from nothing by more than the tolerance, so it would pass.
+    if options.expect_acceptance is not None and not 1 < options.expect_acceptance < math.inf:
+        raise say.Stop(f"--expect-acceptance {options.expect_acceptance:g}: give a number above 1, e.g. 4.0")
     for name in options.env:
         if "=" not in name and name not in os.environ:
             raise say.Stop(f"--env {name}: there is no such variable here; set it, or write {name}=VALUE")

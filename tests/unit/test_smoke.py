@@ -404,3 +404,9 @@ def test_what_went_wrong_is_the_first_exception_and_not_the_one_that_another_pro
 
 def test_a_log_is_shown_as_a_terminal_would() -> None:
     assert server.tidy("\x1b[36mINFO\x1b[0m ready\n\n 10%\r 20%\r\n") == ["INFO ready", " 20%"]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "1", "0", "-4"])
+def test_an_expected_acceptance_length_that_nothing_could_miss_or_meet_is_refused(value: str) -> None:
+    with pytest.raises(Stop, match=r"--expect-acceptance .*: give a number above 1"):
+        smoke.job(["vllm", f"--expect-acceptance={value}"])
