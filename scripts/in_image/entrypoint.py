@@ -268,9 +268,6 @@ def preflight(release: Mapping[str, Any], asked: Asked, planned: Plan, env: Mapp
         if error:
             raise Refused(error)
         warnings += [warning] if warning else []
-    for name in planned.models:
-        if name.startswith(("/", "./", "../")) and not Path(name).is_dir():
-            raise Refused(f"no folder {name} in this container: mount it with -v")
     caches = ["TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", *ENGINES[release["engine"]].caches]
     caches += [] if env.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ["HF_HOME"]
     for name in caches:

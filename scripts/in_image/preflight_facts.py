@@ -35,7 +35,8 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a start. A config is None where it can't be read, and `unread` says why.
+    """What is known of a start. A config is None where it can't be read, and `unread` says why, or `broken` where the
+    engine can't read it either.
 
     `flags`: the command line by flag, without dashes; `speculation`: what the engine is told about the drafter, by
     vLLM's names (method, model, num_speculative_tokens, max_model_len ...), empty without one. `drafter_states`: the
@@ -53,6 +54,7 @@ class Facts:
     drafter: Config | None = None
     fc_width: int | None = None
     unread: tuple[str, ...] = ()
+    broken: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     series: str = ""
 
@@ -136,17 +138,25 @@ def folder_of(name: str, revision: str | None, env: Mapping[str, str]) -> Path |
     return folder if folder.is_dir() else None
 
 
+def is_path(name: str) -> bool:
+    """Whether a model is a folder, there or not, and no repository: nothing that is lacking will be downloaded."""
+    return name.startswith(("/", "./", "../")) or Path(name).is_dir()
+
+
 def read_config(what: str, name: str, folder: Path | None) -> tuple[Config | None, str]:
     """A model's config.json, or None and one line on why it can't be read."""
+    if folder is None and is_path(name):
+        return None, f"no folder {name} in this container: mount it with -v"
     if folder is None:
         return None, f"{what} {name} is not in this container yet, so its config is not checked"
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
-        return None, f"{what} {name}: its config.json can't be read ({error}), so it is not checked"
+        why = getattr(error, "strerror", None) or error
+        return None, f"{what} {name}: its config.json can't be read ({why}): correct it"
     if isinstance(config, dict):
         return config, ""
-    return None, f"{what} {name}: its config.json is no object, so it is not checked"
+    return None, f"{what} {name}: its config.json is no object: correct it"
 
 
 def fc_width(folder: Path) -> int | None:
@@ -171,6 +181,7 @@ def gather(release: Mapping[str, Any], command: Sequence[str], env: Mapping[str,
     target = flags.get("target", "")
     unread = [f"flags in --config {flags['config']} are not checked"] if "config" in flags else []
     unread += ["--hf-overrides is not applied to what is checked"] if "hf-overrides" in flags else []
+    broken: list[str] = []
     configs: dict[str, Config | None] = {}
     folders: dict[str, Path | None] = {}
     models = {"target": (target, flags.get("revision"))}
@@ -179,7 +190,8 @@ def gather(release: Mapping[str, Any], command: Sequence[str], env: Mapping[str,
     for what, (name, revision) in models.items():
         folders[what] = folder_of(name, revision, env) if name else None
         configs[what], trouble = read_config(what, name, folders[what])
-        unread += [trouble] if trouble and name else []
+        if trouble and name:
+            (broken if is_path(name) else unread).append(trouble)
     drafter = folders.get("drafter")
     return Facts(
         engine=engine,
@@ -192,6 +204,7 @@ def gather(release: Mapping[str, Any], command: Sequence[str], env: Mapping[str,
         drafter=configs.get("drafter"),
         fc_width=fc_width(drafter) if drafter and configs.get("drafter") else None,
         unread=tuple(unread),
+        broken=tuple(broken),
         env=dict(env),
         series=series,
     )

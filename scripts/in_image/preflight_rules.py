@@ -34,9 +34,25 @@ class Rule:
 
 
 def layer_ids(facts: Facts) -> Any:
-    """The layer ids as the drafter's config gives them: at the top level, else nested; None without."""
+    """The layer ids as the drafter's config gives them, at the top level or nested; None without.
+
+    Where both are there, vLLM reads those at the top level and SGLang the nested ones.
+    """
     drafter = facts.drafter or {}
-    return drafter.get(IDS) or (drafter.get("eagle_config") or {}).get(IDS)
+    top, nested = drafter.get(IDS), (drafter.get("eagle_config") or {}).get(IDS)
+    return (nested or top) if facts.engine == "sglang" else (top or nested)
+
+
+def inputs(facts: Facts) -> Any:
+    """The layers whose inputs these ids mean. Those that begin with 1 number outputs; in vLLM only nested ones do."""
+    ids, nested = layer_ids(facts), not (facts.drafter or {}).get(IDS)
+    if not isinstance(ids, list) or ids[:1] != [1] or not (nested or facts.engine == "sglang"):
+        return ids
+    return [i + 1 if type(i) is int else i for i in ids]
+
+
+def config(facts: Facts) -> str:
+    return "; ".join(facts.broken)
 
 
 def method(facts: Facts) -> str:
@@ -64,15 +80,17 @@ def hidden_size(facts: Facts) -> str:
 
 
 def bad_ids(facts: Facts) -> str:
-    ids, layers = layer_ids(facts), (facts.text or {}).get("num_hidden_layers")
+    ids, meant, layers = layer_ids(facts), inputs(facts), (facts.text or {}).get("num_hidden_layers")
     if not ids or not layers:
         return ""
-    # The number of layers stands for the last one's output, which not all releases can hand over.
-    last = layers - 1 if facts.engine == "vllm" and facts.older("0.26.0") else layers
+    # The number of layers stands for the last one's output, which only vLLM from 0.26 on can hand over: SGLang 0.5.9
+    # refuses it once the target is loaded, and 0.5.23 drops it without a word.
+    last = layers - 1 if facts.engine == "sglang" or facts.older("0.26.0") else layers
     right = isinstance(ids, list) and all(type(i) is int for i in ids)
-    if right and ids == sorted(set(ids)) and ids[0] >= 1 and ids[-1] <= last:
+    if right and meant == sorted(set(meant)) and meant[0] >= 1 and meant[-1] <= last:
         return ""
-    return f"{IDS} is {ids}: for a target of {layers} layers, ids are ascending, each once, and from 1 to {last}"
+    said = f"{ids}" if meant == ids else f"{ids}, which means the inputs of layers {meant}"
+    return f"{IDS} is {said}: for a target of {layers} layers, these are ascending, each once, and from 1 to {last}"
 
 
 def states(facts: Facts) -> str:
@@ -97,16 +115,6 @@ def numbering(facts: Facts) -> str:
     return (
         f"{IDS} {ids} at the top level means the inputs of these layers; if the drafter was trained on their outputs,"
         f" write {moved}: the wrong ones cost acceptance, and no error says so"
-    )
-
-
-def sglang_numbering(facts: Facts) -> str:
-    ids = layer_ids(facts)
-    if not facts.older("0.5.13") or not isinstance(ids, list) or not ids or ids[0] == 1:
-        return ""
-    return (
-        f"SGLang {facts.version} adds 1 to {IDS} {ids}, which begin with another number than 1 and mean inputs of"
-        f" layers: write {[i - 1 for i in ids if isinstance(i, int)]} for it"
     )
 
 
@@ -234,12 +242,6 @@ def experts(facts: Facts) -> str:
     )
 
 
-def mla_drafter(facts: Facts) -> str:
-    if not facts.older("0.5.12") or MLA not in ((facts.drafter or {}).get("architectures") or []):
-        return ""
-    return f"SGLang {facts.version} has no class for {MLA}, only for LlamaForCausalLMEagle3: choose such a drafter"
-
-
 def draft_vocabulary(facts: Facts) -> str:
     if facts.drafter is None or facts.drafter.get("draft_vocab_size"):
         return ""
@@ -266,13 +268,13 @@ TRAP = "seen in the released sources"
 SM_120 = "the backends' own lists of capabilities"
 USERS = "users of 8 RTX PRO 6000 (local-inference-lab/rtx6kpro)"
 RULES = (
+    Rule("config", BOTH, True, "both engines read config.json before all else", config),
     Rule("method", BOTH, True, "sglang #25673: acceptance length exactly 1.0, and no error", method),
     Rule("vocabulary", BOTH, True, f"{TRAP}: embedding and head are shared by reference", vocabulary),
     Rule("hidden-size", BOTH, True, f"{TRAP}: fc is built for the target's states", hidden_size),
     Rule("layer-ids", BOTH, True, f"{TRAP}: ids out of range drop states", bad_ids),
     Rule("states", BOTH, True, f"{TRAP}: fc takes one state for each id", states),
     Rule("numbering", VLLM, False, "sglang pull 25454: two ways to number layers are in use", numbering),
-    Rule("sglang-numbering", SGLANG, False, "sglang pull 25454", sglang_numbering),
     Rule("context", VLLM, True, f"{TRAP}: V1 runner, effective_drafter_max_model_len", zeros),
     Rule("long-context", VLLM, False, "vllm #48894: V2 runner", worthless),
     Rule("dtype", VLLM, True, f"{TRAP}: deepseek_v2.py rescales the residual in float16", half),
@@ -286,10 +288,9 @@ RULES = (
     Rule("slow-fp8", SGLANG, False, USERS, slow_fp8, gpu=True),
     Rule("drafter-quantization", SGLANG, False, f"{TRAP}: the drafter inherits it", quantized_drafter),
     Rule("experts", SGLANG, True, f"{SM_120}: MoE runners", experts, gpu=True),
-    Rule("mla-drafter", SGLANG, True, f"{TRAP}: kimi_k25_eagle3.py is there from 0.5.12", mla_drafter),
     Rule("draft-vocabulary", SGLANG, True, TRAP, draft_vocabulary),
     Rule("sharing", SGLANG, False, f"{TRAP}: llama.py", no_sharing),
     Rule("trained-for", BOTH, False, "its model card", trained_for),
 )
 # Rules that are about the drafter say nothing where there is none.
-ALWAYS = {"attention-backend", "compile-cache", "memory", "slow-fp8", "experts"}
+ALWAYS = {"config", "attention-backend", "compile-cache", "memory", "slow-fp8", "experts"}

@@ -69,6 +69,7 @@ def twin(tmp_path: Path) -> Image:
     image = Image(tmp_path / "twin", "0.32.0", "cpu")
     for name in ("target", "drafter"):
         (image.root / name).mkdir()
+        (image.root / name / "config.json").write_text("{}")
     return image
 
 
@@ -365,7 +366,9 @@ def test_the_twin_needs_no_gpu_but_models(twin: Image) -> None:
 
 
 def test_a_folder_that_is_not_mounted_is_refused(twin: Image) -> None:
-    assert "/models/none" in twin.refusal("--target", "/models/none", "--drafter", "a/b")
+    line = "no folder /models/none in this container"
+    assert line in twin.refusal("--target", "/models/none", "--drafter", "a/b")
+    assert line in twin.refusal("preflight", "--drafter", "/models/none")
 
 
 def test_a_cache_that_cannot_be_written_is_refused(twin: Image, tmp_path: Path) -> None:

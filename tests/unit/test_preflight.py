@@ -67,6 +67,10 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 YARN = {"rope_type": "yarn", "factor": 64, "original_max_position_embeddings": 4096}
 # By rule: changes to a good start that it must find. `drafter` and `flags` are merged, the rest replaces.
 CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "config": [
+        (engine, {"broken": ("drafter /d: its config.json is no object",), "no_drafter": True})
+        for engine in ("vllm", "sglang")
+    ],
     "method": [
         ("vllm", {"speculation": {"method": "eagle", "model": "a/b"}}),
         ("sglang", {"speculation": {"method": "EAGLE", "model": "a/b"}}),
@@ -85,7 +89,11 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     + [
         ("vllm", {"drafter": {IDS: [2, 30, 61]}}),
         ("vllm", {"drafter": {IDS: None, "eagle_config": {IDS: [2, 30, 99]}}}),
+        ("vllm", {"version": "0.32.0", "drafter": {IDS: None, "eagle_config": {IDS: [1, 29, 61]}}}),
         ("sglang", {"drafter": {IDS: [2, 30, 99]}}),
+        ("sglang", {"drafter": {IDS: [2, 30, 61]}}),
+        ("sglang", {"drafter": {IDS: [1, 29, 60]}}),
+        ("sglang", {"drafter": {"eagle_config": {IDS: [1, 29, 60]}}}),
     ],
     "states": [
         ("vllm", {"drafter": {IDS: [2, 20, 30, 58]}}),
@@ -93,7 +101,6 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("vllm", {"drafter": {IDS: None, "eagle_config": {"num_aux_hidden_states": 4}}}),
     ],
     "numbering": [("vllm", {"drafter": {IDS: [1, 29, 57]}})],
-    "sglang-numbering": [("sglang", {"version": "0.5.9"}), ("sglang", {"version": "0.5.12.post1"})],
     "context": [
         ("vllm", {"drafter": {"max_position_embeddings": 4096}}),
         ("vllm", {"drafter": {"rope_scaling": YARN | {"factor": 16}}}),
@@ -122,12 +129,6 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "slow-fp8": [("sglang", {"flags": {"kv-cache-dtype": "fp8_e4m3"}})],
     "drafter-quantization": [("sglang", {"flags": {"quantization": "modelopt_fp4"}})],
     "experts": [("sglang", {"flags": {"moe-runner-backend": "flashinfer_trtllm"}})],
-    "mla-drafter": [
-        (
-            "sglang",
-            {"version": "0.5.9", "drafter": {"architectures": ["Eagle3DeepseekV2ForCausalLM"], IDS: [1, 29, 57]}},
-        )
-    ],
     "draft-vocabulary": [("sglang", {"drafter": {"draft_vocab_size": None}})],
     "sharing": [("sglang", {"drafter": {"target_hidden_size": None}})],
     "trained-for": [
@@ -165,7 +166,11 @@ NEAR: list[tuple[str, dict[str, Any]]] = [
         "vllm",
         {"gpu": False, "flags": {"attention-backend": "CPU_ATTN"}, "without": "max-num-seqs", "version": "0.32.0"},
     ),
+    ("vllm", {"version": "0.32.0", "drafter": {IDS: None, "eagle_config": {IDS: [1, 29, 60]}}}),
     ("sglang", {"version": "0.5.9", "drafter": {IDS: [1, 29, 57]}}),
+    ("sglang", {"version": "0.5.9"}),
+    ("sglang", {"version": "0.5.9", "drafter": {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}}),
+    ("sglang", {"drafter": {IDS: [1, 29, 59]}}),
     ("sglang", {"flags": {"attention-backend": "flashinfer", "kv-cache-dtype": "auto"}}),
     ("sglang", {"flags": {"quantization": "x", "speculative-draft-model-quantization": "unquant"}}),
 ]
@@ -299,14 +304,30 @@ def test_models_are_read_from_folders_and_from_the_cache(tmp_path: Path) -> None
     assert facts.drafter == DRAFTER
 
 
-@pytest.mark.parametrize("config", ["{", "[]"])
-def test_what_cannot_be_read_is_said_and_not_guessed(tmp_path: Path, config: str) -> None:
-    target = model(tmp_path / "target", config)
-    facts = gather(RELEASE, command(str(target), "a/missing"), {"HF_HOME": str(tmp_path)})
+def test_what_is_not_there_yet_is_said_and_not_guessed(tmp_path: Path) -> None:
+    (tmp_path / "hub/models--a--part/snapshots/main").mkdir(parents=True)  # a download that was stopped
+    facts = gather(RELEASE, command("a/part", "a/missing"), {"HF_HOME": str(tmp_path)})
     assert facts.target is None and facts.drafter is None
     assert [line.split()[0] for line in facts.unread] == ["target", "drafter"]
     found = examine(facts)
     assert found.notes == facts.unread and found.refusals == ()
+
+
+@pytest.mark.parametrize("config", ["{", "[]", "", "null", None])
+def test_a_folder_that_no_engine_can_read_is_refused(tmp_path: Path, config: str | None) -> None:
+    drafter = model(tmp_path / "drafter", config or "")
+    if config is None:
+        (drafter / "config.json").unlink()
+    found = examine(gather(RELEASE, command(str(model(tmp_path / "target", TARGET)), str(drafter)), {}))
+    assert len(found.refusals) == 1 and f"drafter {drafter}: its config.json" in found.refusals[0]
+    assert found.notes == found.warnings == ()
+
+
+def test_a_folder_that_is_not_mounted_is_refused(tmp_path: Path) -> None:
+    found = examine(gather(RELEASE, command("/nope/target", "a/missing"), {"HF_HOME": str(tmp_path)}))
+    assert found.refusals == (
+        f"no folder /nope/target in this container: mount it with -v ({ALLOW}=config starts it all the same)",
+    )
 
 
 def test_a_config_of_another_form_stops_no_start() -> None:
