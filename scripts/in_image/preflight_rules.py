@@ -243,9 +243,9 @@ def experts(facts: Facts) -> str:
 
 
 def draft_vocabulary(facts: Facts) -> str:
-    if facts.drafter is None or facts.drafter.get("draft_vocab_size"):
+    if facts.drafter is None or "draft_vocab_size" in facts.drafter:
         return ""
-    return "the drafter's config lacks draft_vocab_size, which SGLang reads: add it (vocab_size if it has all tokens)"
+    return "the drafter's config lacks draft_vocab_size, which SGLang reads: add it (null if it has all tokens)"
 
 
 def no_sharing(facts: Facts) -> str:

@@ -129,7 +129,7 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "slow-fp8": [("sglang", {"flags": {"kv-cache-dtype": "fp8_e4m3"}})],
     "drafter-quantization": [("sglang", {"flags": {"quantization": "modelopt_fp4"}})],
     "experts": [("sglang", {"flags": {"moe-runner-backend": "flashinfer_trtllm"}})],
-    "draft-vocabulary": [("sglang", {"drafter": {"draft_vocab_size": None}})],
+    "draft-vocabulary": [("sglang", {"bare_drafter": "draft_vocab_size"})],
     "sharing": [("sglang", {"drafter": {"target_hidden_size": None}})],
     "trained-for": [
         ("vllm", {"speculation": {"method": "eagle3", "model": "AQ-MedAI/Kimi-K2-Instruct-eagle3"}}),
@@ -169,6 +169,7 @@ NEAR: list[tuple[str, dict[str, Any]]] = [
     ("vllm", {"version": "0.32.0", "drafter": {IDS: None, "eagle_config": {IDS: [1, 29, 60]}}}),
     ("sglang", {"version": "0.5.9", "drafter": {IDS: [1, 29, 57]}}),
     ("sglang", {"version": "0.5.9"}),
+    ("sglang", {"version": "0.5.9", "drafter": {"draft_vocab_size": None}}),
     ("sglang", {"version": "0.5.9", "drafter": {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}}),
     ("sglang", {"drafter": {IDS: [1, 29, 59]}}),
     ("sglang", {"flags": {"attention-backend": "flashinfer", "kv-cache-dtype": "auto"}}),
@@ -182,6 +183,8 @@ def changed(engine: str, change: dict[str, Any]) -> Facts:
     flags = {**good.flags, **rest.pop("flags", {})}
     flags.pop(rest.pop("without", ""), None)
     drafter = None if rest.pop("no_drafter", False) else DRAFTER | rest.pop("drafter", {})
+    if lacking := rest.pop("bare_drafter", ""):
+        drafter = {key: value for key, value in DRAFTER.items() if key != lacking}
     return replace(good, flags=flags, drafter=drafter, **rest)
 
 
