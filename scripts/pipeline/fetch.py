@@ -57,7 +57,8 @@ def download(url: str, sha256: str, folder: Path, context: ssl.SSLContext) -> No
     """Fetch one wheel into the folder, from where an earlier try ended. Raises Stop; a part stays for the next one."""
     name = urllib.request.url2pathname(url.rsplit("/", 1)[-1].partition("#")[0])
     part = folder / "wheels" / f".{sha256}.part"
-    if (kept := next((wheels.cache() / sha256).glob("*.whl"), None)) and not part.exists():
+    kept = next((wheels.cache() / sha256).glob("*.whl"), None)
+    if kept and not part.exists() and files.sha256(kept) == sha256:
         shutil.copyfile(kept, part)
     else:
         at = part.stat().st_size if part.exists() else 0
@@ -85,6 +86,14 @@ def download(url: str, sha256: str, folder: Path, context: ssl.SSLContext) -> No
     target = folder / "wheels" / sha256
     target.mkdir(exist_ok=True)
     os.replace(part, target / name)
+
+
+def drop_changed(folder: Path) -> None:
+    """Remove each wheel of the folder that isn't what its folder names, so that it is fetched again. It is named."""
+    for path in sorted((folder / "wheels").glob("*/*.whl")):
+        if files.sha256(path) != path.parent.name:
+            say.note(f"{path}: isn't the wheel that its folder names (changed or cut off); fetching it again")
+            path.unlink()
 
 
 def wheels_of(folder: Path, lock: Path, all_pins: pins.Pins) -> None:
@@ -183,6 +192,8 @@ def job(argv: list[str]) -> None:
         base.keep(all_pins, folder / "base")
     debian(engine, origin, folder)
     (folder / "debian" / "lock.sha256").write_text(files.sha256(base.LOCK))
+    with say.timed("the wheels that are there: their hashes"):
+        drop_changed(folder)
     for lock in offline.locks(releases):
         wheels_of(folder, lock, all_pins)
     write_index(folder)

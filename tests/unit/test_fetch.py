@@ -121,6 +121,31 @@ def test_a_wheel_that_this_machine_has_is_not_fetched_again(server: tuple[str, l
     assert server[1] == [] and offline.present(folder, SHA)
 
 
+def test_a_wheel_of_this_machine_that_has_changed_is_passed_over(
+    server: tuple[str, list[str | None]], folder: Path
+) -> None:
+    kept = files.cache() / "wheels" / SHA / NAME
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(DATA[:-1])
+    get(f"{server[0]}/whole", folder)
+    path = offline.present(folder, SHA)
+    assert server[1] == [None] and path and path.read_bytes() == DATA
+
+
+def test_a_wheel_in_the_folder_that_has_changed_is_named_and_fetched_again(
+    server: tuple[str, list[str | None]], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    get(f"{server[0]}/whole", folder)
+    fetch.drop_changed(folder)
+    path = offline.present(folder, SHA)
+    assert path and capsys.readouterr().out == ""
+    path.write_bytes(DATA[:-1])
+    fetch.drop_changed(folder)
+    assert offline.present(folder, SHA) is None and f"{path}: isn't the wheel" in capsys.readouterr().out
+    get(f"{server[0]}/whole", folder)
+    assert offline.present(folder, SHA)
+
+
 def test_the_index_is_what_an_installer_reads(folder: Path) -> None:
     wheel = folder / "wheels" / SHA / "Odd_Name-1.0-py3-none-any.whl"
     wheel.parent.mkdir()
