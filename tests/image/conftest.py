@@ -10,11 +10,23 @@ import pytest
 import registries
 
 from scripts.pipeline import base, containers, docker_or_podman, oci, pins, push, receipt
+from scripts.pipeline.say import Stop
 
 
 @pytest.fixture(scope="session")
 def engine() -> containers.ContainerEngine:
     return docker_or_podman.find()
+
+
+@pytest.fixture(scope="module", params=["docker", "podman"])
+def each_engine(request: pytest.FixtureRequest) -> Iterator[containers.ContainerEngine]:
+    """Docker, then podman, each where this machine has it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(docker_or_podman.FORCE, request.param)
+        try:
+            yield docker_or_podman.find()
+        except Stop as stop:
+            pytest.skip(str(stop))
 
 
 @pytest.fixture(scope="session")

@@ -53,14 +53,9 @@ def shows(path: bytes) -> bytes:
 WAITS = program(b"\xb8\x22\x00\x00\x00\x0f\x05\xeb\xf7")  # pause() for ever
 
 
-@pytest.fixture(scope="module", params=["docker", "podman"])
-def engine(request: pytest.FixtureRequest) -> Iterator[containers.ContainerEngine]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(docker_or_podman.FORCE, request.param)
-        try:
-            yield docker_or_podman.find()
-        except Stop as stop:
-            pytest.skip(str(stop))
+@pytest.fixture(scope="module")
+def engine(each_engine: containers.ContainerEngine) -> containers.ContainerEngine:
+    return each_engine
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.pipeline import base, containers, docker_or_podman, image_build, pins, reproduce
+from scripts.pipeline import base, containers, image_build, pins, reproduce
 from scripts.pipeline.say import Stop
 
 pytestmark = pytest.mark.image
@@ -25,14 +25,9 @@ ENTRYPOINT ["cat"]
 """
 
 
-@pytest.fixture(scope="module", params=["docker", "podman"])
-def engine(request: pytest.FixtureRequest) -> Iterator[containers.ContainerEngine]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(docker_or_podman.FORCE, request.param)
-        try:
-            yield docker_or_podman.find()
-        except Stop as stop:
-            pytest.skip(str(stop))
+@pytest.fixture(scope="module")
+def engine(each_engine: containers.ContainerEngine) -> containers.ContainerEngine:
+    return each_engine
 
 
 @pytest.fixture(scope="module")
