@@ -16,7 +16,7 @@ from scripts.pipeline import containers, pins, server
 pytestmark = pytest.mark.image
 CODE = """
 import signal
-from scripts.pipeline import containers, say, server, smoke
+from scripts.pipeline import docker_or_podman, say, server, smoke
 
 def job(argv):
     signal.signal(signal.SIGTERM, smoke.terminate)
